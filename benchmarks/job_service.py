@@ -32,7 +32,7 @@ class JobService:
             self._process = subprocess.Popen(
                 [*command, "--port", "0", "--cpus", "2", *self._more], stdout=log, stderr=log, stdin=subprocess.DEVNULL
             )
-        until(self.settings.service_file.exists, "the service starts")
+        wait_until(self.settings.service_file.exists, "the service starts")
         self.url = str(json.loads(self.settings.service_file.read_text())["url"])
         self.user = Client(self.url, self.settings.token_file.read_text().strip())
         return self
@@ -43,7 +43,7 @@ class JobService:
         self._process.wait(120)
 
 
-def until(ready: Callable[[], Any], what: str) -> None:
+def wait_until(ready: Callable[[], Any], what: str) -> None:
     """Wait until `ready()` is true. Raises TrainingError if it is not for `START_SECONDS`."""
     deadline = time.monotonic() + START_SECONDS
     while not ready():

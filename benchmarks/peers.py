@@ -30,7 +30,7 @@ _ALIKE = {"OMP_NUM_THREADS": "1", "RAY_worker_niceness": "0"}
 _LINES = 12  # number of last lines of a contender's output that an error shows
 
 
-def environment(folder: Path, name: str, requirements: Sequence[str], probe: str) -> Path:
+def make_environment(folder: Path, name: str, requirements: Sequence[str], probe: str) -> Path:
     """Return the interpreter of the environment `name` in `folder`. If there is no such environment, make it first.
 
     `probe` is Python code that must run in the environment.

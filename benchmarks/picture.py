@@ -40,7 +40,7 @@ class Chart:
     even: bool = False  # True: the y axis is linear, not logarithmic, for values that differ little
 
 
-def page(charts: Sequence[Chart], columns: int = 2) -> str:
+def draw_page(charts: Sequence[Chart], columns: int = 2) -> str:
     """Return the charts as one SVG, in `columns` columns: measured points as dots, expected points as lines."""
     rows = -(-len(charts) // columns)
     parts = [
@@ -49,36 +49,40 @@ def page(charts: Sequence[Chart], columns: int = 2) -> str:
         '<rect width="100%" height="100%" fill="white"/>',
     ]
     for i, chart in enumerate(charts):
-        parts.append(f'<g transform="translate({i % columns * _WIDTH},{i // columns * _HEIGHT})">{_chart(chart)}</g>')
+        parts.append(
+            f'<g transform="translate({i % columns * _WIDTH},{i // columns * _HEIGHT})">{_draw_chart(chart)}</g>'
+        )
     return "\n".join([*parts, "</svg>\n"])
 
 
-def _chart(chart: Chart) -> str:
+def _draw_chart(chart: Chart) -> str:
     points = [point for line in chart.lines for point in (*line.measured, *line.expected) if point[1] > 0]
     if not points:
-        return _text(_LEFT, 18, f"{chart.title}: nothing was measured", bold=True)
+        return _draw_text(_LEFT, 18, f"{chart.title}: nothing was measured", bold=True)
     xs = sorted({x for x, _ in points})
     few = len(xs) <= _FEW
     across = _Axis(xs, _LEFT, _WIDTH - _RIGHT, 2.0 if few else 10.0)
     up = (_Even if chart.even else _Axis)([y for _, y in points], _HEIGHT - _BOTTOM, _TOP, 10.0)
     parts = [
-        _text(_LEFT, 18, chart.title, bold=True),
-        _text(across.middle, _HEIGHT - 8, chart.across, "middle"),
-        _text(6, _TOP - 6, chart.up),
+        _draw_text(_LEFT, 18, chart.title, bold=True),
+        _draw_text(across.middle, _HEIGHT - 8, chart.across, "middle"),
+        _draw_text(6, _TOP - 6, chart.up),
     ]
     for tick in xs if few else across.ticks():
-        parts.append(_text(across.at(tick), _HEIGHT - _BOTTOM + 15, f"{tick:g}", "middle"))
+        parts.append(_draw_text(across.at(tick), _HEIGHT - _BOTTOM + 15, f"{tick:g}", "middle"))
     for tick in up.ticks():
         y = up.at(tick)
         parts.append(f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>')
-        parts.append(_text(_LEFT - 6, y + 4, f"{tick:g}", "end"))
+        parts.append(_draw_text(_LEFT - 6, y + 4, f"{tick:g}", "end"))
     for i, line in enumerate(chart.lines):
-        parts += _line(line, _COLOURS[i % len(_COLOURS)], across, up)
-        parts.append(_text(_WIDTH - _RIGHT + 10, _TOP + 12 + 15 * i, line.name, colour=_COLOURS[i % len(_COLOURS)]))
+        parts += _draw_line(line, _COLOURS[i % len(_COLOURS)], across, up)
+        parts.append(
+            _draw_text(_WIDTH - _RIGHT + 10, _TOP + 12 + 15 * i, line.name, colour=_COLOURS[i % len(_COLOURS)])
+        )
     return "".join(parts)
 
 
-def _line(line: ChartLine, colour: str, across: _Axis, up: _Axis | _Even) -> list[str]:
+def _draw_line(line: ChartLine, colour: str, across: _Axis, up: _Axis | _Even) -> list[str]:
     path = " ".join(f"{across.at(x):.1f},{up.at(y):.1f}" for x, y in line.expected if y > 0)
     dots = [
         f'<circle cx="{across.at(x):.1f}" cy="{up.at(y):.1f}" r="3.5" fill="{colour}"/>'
@@ -88,7 +92,9 @@ def _line(line: ChartLine, colour: str, across: _Axis, up: _Axis | _Even) -> lis
     return [f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.3"/>', *dots]
 
 
-def _text(x: float, y: float, words: str, anchor: str = "start", *, bold: bool = False, colour: str = "#222") -> str:
+def _draw_text(
+    x: float, y: float, words: str, anchor: str = "start", *, bold: bool = False, colour: str = "#222"
+) -> str:
     weight = ' font-weight="bold"' if bold else ""
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{colour}"{weight}>{html.escape(words)}</text>'
 

@@ -38,7 +38,7 @@ class RayTrain:
         self._folder = Path(tempfile.mkdtemp(prefix="rayps-bench-"))
         self._error: BaseException | None = None
         trainer = torch_train.TorchTrainer(
-            _loop,
+            _run_loop,
             train_loop_config={"folder": str(self._folder), "model": model, "hidden": hidden},
             scaling_config=train.ScalingConfig(num_workers=workers, resources_per_worker={"CPU": 0.01}),
             run_config=train.RunConfig(storage_path=str(self._folder / "results")),
@@ -82,7 +82,7 @@ def _publish(path: Path, value: Any) -> None:
         half.rename(path)
 
 
-def _loop(config: dict[str, Any]) -> None:
+def _run_loop(config: dict[str, Any]) -> None:
     """Run a worker of the trainer: train in each turn, until a turn has 0 steps or the folder is gone."""
     torch = importlib.import_module("torch")
     torch_train = importlib.import_module("ray.train.torch")

@@ -29,10 +29,10 @@ import rayps
 from rayps.comm.ring import algorithms
 from rayps.core.grid import Grid
 from rayps.core.job.job_status import MOVES, Status
-from rayps.core.partition import place, slices, spots
-from rayps.core.pipeline.schedule import idle, table
+from rayps.core.partition import cut_slices, place, place_with_backups
+from rayps.core.pipeline.schedule import compute_idle, make_table
 from rayps.core.pipeline.simulate import simulate
-from rayps.core.strategy.costs import amount, costs
+from rayps.core.strategy.costs import estimate_costs, format_bytes
 from rayps.core.strategy.staleness_bound import Clock
 from rayps.core.strategy.traffic import Sizes
 from rayps.federated.population.cohort import cohort, pack
@@ -271,7 +271,7 @@ def sends(algorithm: str, ranks: int) -> list[Send]:
 
 def busiest(strategy: Any, workers: int) -> float:
     """Bytes that the busiest worker sends (or exchanges with servers) in a step, by the package's formula."""
-    return sum(cost.busiest or 0.0 for cost in costs(strategy, workers, SIZES).traffic)
+    return sum(cost.busiest or 0.0 for cost in estimate_costs(strategy, workers, SIZES).traffic)
 
 
 class Turn(NamedTuple):
@@ -316,9 +316,9 @@ def ring() -> Canvas:
         boxes.append(c.box(left, top, 92, 42, "worker", f"worker {rank}"))
     for rank in range(n):
         c.link(boxes[rank], boxes[(rank + 1) % n], KINDS["worker"][1], bend=14)
-    whole = amount(4 * ELEMENTS)
+    whole = format_bytes(4 * ELEMENTS)
     c.text(x, y - 4, f"{n} chunks of", size=12)
-    c.text(x, y + 13, f"{amount(4 * (slices(ELEMENTS, n)[0].stop))}", size=12)
+    c.text(x, y + 13, f"{format_bytes(4 * (cut_slices(ELEMENTS, n)[0].stop))}", size=12)
     hops = sends("ring", n)
     steps = 1 + max(send.step for send in hops)
     left, top, wide, high = 420, 78, 76, 40
@@ -342,7 +342,7 @@ def ring() -> Canvas:
     c.text(
         left + wide * n / 2 - 20, top + high * steps + 42, "hops 4-6 (all-gather): the receiver copies the sum", size=12
     )
-    sent = amount(busiest(rayps.AllReduce(), n))
+    sent = format_bytes(busiest(rayps.AllReduce(), n))
     c.text(x, 372, f"vector V = {whole}", size=12)
     c.text(x, 392, f"each worker sends 2(N-1)/N V = {sent}", size=12)
     return c
@@ -379,7 +379,7 @@ def parameter_server() -> Canvas:
     """Workers and shards."""
     n, shards = 4, 2
     c = Canvas(330, "A sharded parameter server: workers push gradients and pull parameters")
-    parts = slices(ELEMENTS, shards)
+    parts = cut_slices(ELEMENTS, shards)
     servers = [
         c.box(130 + 270 * i, 28, 230, 58, "server", f"shard {i}", f"elements {cut.start:,} to {cut.stop - 1:,}")
         for i, cut in enumerate(parts)
@@ -390,12 +390,16 @@ def parameter_server() -> Canvas:
             c.link(worker, server, KINDS["worker"][1], aside=4)
             c.link(server, worker, KINDS["server"][1], aside=4, dashed=True)
     traffic = {
-        cost.what.split()[0]: cost.busiest or 0.0 for cost in costs(rayps.ParameterServer(shards=2), n, SIZES).traffic
+        cost.what.split()[0]: cost.busiest or 0.0
+        for cost in estimate_costs(rayps.ParameterServer(shards=2), n, SIZES).traffic
     }
-    c.caption(292, f"push (solid): the gradient, cut by range, {amount(traffic['push'])} from each worker in a round")
+    c.caption(
+        292, f"push (solid): the gradient, cut by range, {format_bytes(traffic['push'])} from each worker in a round"
+    )
     c.caption(
         312,
-        f"pull (dashed): the parameters, {amount(traffic['pull'])} to each worker; the optimizer runs on the shards",
+        f"pull (dashed): the parameters, {format_bytes(traffic['pull'])} to each worker; the optimizer runs on the "
+        "shards",
     )
     return c
 
@@ -430,7 +434,7 @@ def server_group() -> Canvas:
     segments = [f"segment-{i}" for i in range(16)]
     three, four = [f"server-{i}" for i in range(3)], [f"server-{i}" for i in range(4)]
     before, after = place(segments, three, bound=1.25), place(segments, four, bound=1.25)
-    copies = spots(segments, four, 1, bound=1.25)
+    copies = place_with_backups(segments, four, 1, bound=1.25)
     moved = [a != b for a, b in zip(before, after, strict=True)]
     c = Canvas(330, "Segments of a server group before and after a resize from three to four servers")
     left, wide = 150, (WIDTH - 180) / len(segments)
@@ -465,14 +469,14 @@ def pipeline() -> Canvas:
     colours = {"F": ("#9fc2f2", "#6f9fe0"), "B": ("#f3b27a", "#de8f48"), "W": ("#9ed6b2", "#6db98a")}
     c = Canvas(600, "Four pipeline schedules of four stages and eight micro-batches")
     left, row = 80, 22
-    longest = max(float(simulate(table(name, p, m, v)).makespan) / v for name, v in cases)
+    longest = max(float(simulate(make_table(name, p, m, v)).makespan) / v for name, v in cases)
     scale = (WIDTH - left - 20) / longest
     for number, (name, v) in enumerate(cases):
-        timeline = simulate(table(name, p, m, v))
+        timeline = simulate(make_table(name, p, m, v))
         top = 50 + 130 * number
         held = ", ".join(str(peak) for peak in timeline.peaks)
         chunks = f", {v} chunks a stage" if v > 1 else ""
-        waits = f"idle {float(idle(name, p, m, v)):.0%}; activations held by stage: {held}"
+        waits = f"idle {float(compute_idle(name, p, m, v)):.0%}; activations held by stage: {held}"
         c.text(left, top - 10, f"{name}{chunks}", anchor="start", bold=True)
         c.note(WIDTH - 20, top - 10, waits, "end")
         unit = scale / v  # a chunk is 1/v of a stage
@@ -507,7 +511,7 @@ def tensor_parallel() -> Canvas:
 
     def matrix(x: float, y: float, rows: int, columns: int, axis: str | None, name: str) -> None:
         """A matrix, its parts in the colours of their workers; `axis` is rows, columns, or None for all on both."""
-        cuts = slices(rows if axis == "rows" else columns, size)
+        cuts = cut_slices(rows if axis == "rows" else columns, size)
         for rank, cut in enumerate(cuts):
             if axis == "rows":
                 c.rect(x, y + unit * cut.start, unit * columns, unit * (cut.stop - cut.start), tints[rank], edges[rank])
@@ -622,7 +626,11 @@ def downpour() -> Canvas:
             c.note(x + 52, 128, "push", "end")
             c.note(x + 108, 128, "fetch", "start")
     each, fewer = busiest(once, 3), busiest(often, 3)
-    c.caption(326, f"V = {amount(4 * ELEMENTS)}: {amount(each)} a step with n_push=n_fetch=1, {amount(fewer)} with 4")
+    c.caption(
+        326,
+        f"V = {format_bytes(4 * ELEMENTS)}: {format_bytes(each)} a step with n_push=n_fetch=1, {format_bytes(fewer)} "
+        "with 4",
+    )
     return c
 
 
@@ -641,7 +649,7 @@ def hogwild() -> Canvas:
                 KINDS["lost" if element == 9 else "worker"][1],
                 wide=1.3,
             )
-    sent = amount(busiest(rayps.Hogwild(), 3))
+    sent = format_bytes(busiest(rayps.Hogwild(), 3))
     c.caption(218, f"sent: {sent}. Where two workers write one element at once (red), one update may be lost")
     return c
 
@@ -659,11 +667,11 @@ def local_updates() -> Canvas:
         x = left + wide * step - 2
         c.line((x, 32), (x, 44 + row * n), KINDS["driver"][1], wide=4)
         c.note(x, 26, "mean")
-    every, seldom = costs(rayps.AllReduce(), n, SIZES), costs(rayps.LocalSGD(period=period), n, SIZES)
+    every, seldom = estimate_costs(rayps.AllReduce(), n, SIZES), estimate_costs(rayps.LocalSGD(period=period), n, SIZES)
     c.caption(
         182,
-        f"V = {amount(4 * ELEMENTS)}: all_reduce sends {amount(every.bytes or 0)} a round, "
-        f"local_sgd with period={period}: {amount(seldom.bytes or 0)}",
+        f"V = {format_bytes(4 * ELEMENTS)}: all_reduce sends {format_bytes(every.bytes or 0)} a round, "
+        f"local_sgd with period={period}: {format_bytes(seldom.bytes or 0)}",
     )
     c.caption(204, "parallel_sgd: one mean, at the end")
     c.caption(224, "diloco: the mean change is the gradient of an outer optimizer (Nesterov)")
@@ -714,11 +722,11 @@ def federated() -> Canvas:
     boxes = [c.box(40 + 175 * i, 282, 150, 44, kind, label, size=12) for i, (label, kind) in enumerate(stages)]
     for before, after in itertools.pairwise(boxes):
         c.link(before, after)
-    found = costs(rayps.FedAvg(), workers, SIZES).traffic[0]
+    found = estimate_costs(rayps.FedAvg(), workers, SIZES).traffic[0]
     c.caption(366, "FedAvg: w = sum(n_k w_k) / sum(n_k) over the clients that replied")
     c.caption(
         388,
-        f"V = {amount(4 * ELEMENTS)}: {amount(found.busiest or 0)} from each of {workers} workers a round, "
+        f"V = {format_bytes(4 * ELEMENTS)}: {format_bytes(found.busiest or 0)} from each of {workers} workers a round, "
         "whatever the number of clients",
     )
     return c
@@ -764,11 +772,11 @@ def traffic() -> Canvas:
 
     for value in (1e6, 2e6, 5e6, 1e7, 2e7, 5e7, 1e8, 2e8):
         c.line((left, at(2, value)[1]), (right, at(2, value)[1]))
-        c.note(left - 8, at(2, value)[1] + 4, amount(value), "end")
+        c.note(left - 8, at(2, value)[1] + 4, format_bytes(value), "end")
     for n in counts:
         c.note(at(n, low)[0], bottom + 18, str(n))
     c.note((left + right) / 2, bottom + 40, "workers")
-    c.text(left, 22, f"a vector of {amount(vector)}; both axes logarithmic", anchor="start", size=12)
+    c.text(left, 22, f"a vector of {format_bytes(vector)}; both axes logarithmic", anchor="start", size=12)
     labels: list[float] = []
     for number, (name, values) in enumerate(lines):
         points = [at(n, value) for n, value in zip(counts, values, strict=True)]
@@ -786,7 +794,7 @@ def traffic() -> Canvas:
 
 def shard_bytes(shards: int, workers: int) -> float:
     """Bytes of parameters that one shard sends in a round, by the package's formula."""
-    pull = next(cost for cost in costs(rayps.ParameterServer(shards=shards), workers, SIZES).traffic)
+    pull = next(cost for cost in estimate_costs(rayps.ParameterServer(shards=shards), workers, SIZES).traffic)
     assert pull.what.startswith("pull") and pull.bytes is not None
     return pull.bytes / shards
 

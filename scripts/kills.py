@@ -121,8 +121,8 @@ def soak_ray(serve: Serve, work: Path, victim: str, times: int, dice: random.Ran
         time.sleep(dice.uniform(0.0, 1.0))
         daemon = read_record(serve.state)
         assert daemon is not None
-        for pid in [daemon.pid, *processes.descendants(daemon.pid)]:
-            if any(part in " ".join(processes.command(pid)[:3]) for part in KILLED[victim]):
+        for pid in [daemon.pid, *processes.list_descendants(daemon.pid)]:
+            if any(part in " ".join(processes.read_command(pid)[:3]) for part in KILLED[victim]):
                 os.kill(pid, signal.SIGKILL)
         before, began = len(rounds(home)), time.monotonic()
         until(lambda before=before: len(rounds(home)) > before + 8, "the job goes on")

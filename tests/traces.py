@@ -6,7 +6,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from rayps.service.processes import descendants
+from rayps.service.processes import list_descendants
 
 
 def command(pid):
@@ -22,7 +22,9 @@ class Traces:
 
     def __init__(self, root=None):
         self.root = root or os.getpid()
-        self.others = set(descendants(self.root))  # a browser of other tests, say: what it starts meanwhile is its own
+        self.others = set(
+            list_descendants(self.root)
+        )  # a browser of other tests, say: what it starts meanwhile is its own
         self.before = self.look()
 
     def look(self):
@@ -34,7 +36,11 @@ class Traces:
         }
 
     def started(self):
-        return set(descendants(self.root)) - self.others - {pid for other in self.others for pid in descendants(other)}
+        return (
+            set(list_descendants(self.root))
+            - self.others
+            - {pid for other in self.others for pid in list_descendants(other)}
+        )
 
     def left(self, seconds=10.0):
         """What is there now and was not before, once `seconds` have passed for it to go away."""

@@ -15,7 +15,7 @@ from rayps.service import adoption
 from rayps.service.code.code_store import CodeStore
 from rayps.service.drivers import RayHome
 from rayps.service.groups import Groups
-from rayps.service.local_ray.ray_place import place as choose
+from rayps.service.local_ray.ray_place import choose_place as choose
 from rayps.service.scheduler import Scheduler
 from rayps.service.settings import Settings
 from rayps.service.store import Store

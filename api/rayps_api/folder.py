@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from rayps.core.job.returned_rounds import counted
+from rayps.core.job.returned_rounds import select_counted
 from rayps.service.store import StoredEvent
 from rayps_api.schemas import finite
 
@@ -55,7 +55,7 @@ def points(path: Path, cursor: int, limit: int) -> tuple[list[dict[str, Any]], i
     A point of the kind "returned" says that rounds which were read before, from its round on, do not count.
     """
     found, after = objects(path, cursor, limit)
-    return counted(found, tell=True), after
+    return select_counted(found, tell=True), after
 
 
 def log_lines(path: Path, cursor: int, limit: int) -> tuple[list[dict[str, str]], int]:

@@ -16,7 +16,7 @@ from sqlalchemy.exc import DBAPIError
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
-from rayps.core.strategy.elastic import ElasticWorkers, misplaced
+from rayps.core.strategy.elastic import ElasticWorkers, explain_misplaced
 from rayps.service.state_disk import StateDisk, is_full
 from rayps.service.store import LOCKED_SECONDS, is_locked
 
@@ -157,7 +157,7 @@ def _explain(error: Any, fields: Sequence[str]) -> dict[str, str]:
             f"workers has {error.get('input')!r:.60}: give a whole number of at least 1, or the least and the most "
             "of an elastic job, such as [2, 8]"
         )
-    elif kind == "extra_forbidden" and (reason := misplaced(name)) is not None and len(where) == 1:
+    elif kind == "extra_forbidden" and (reason := explain_misplaced(name)) is not None and len(where) == 1:
         message = reason
     elif kind == "extra_forbidden":
         fields = tuple(ElasticWorkers.__dataclass_fields__) if where[0] == "elastic" else fields

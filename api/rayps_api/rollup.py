@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rayps.core.job.records import GROWING_FIELDS, ROUND_FIELDS
-from rayps.core.job.returned_rounds import RETURNED, Returns, SeenRounds, counted, is_void
+from rayps.core.job.returned_rounds import RETURNED, Returns, SeenRounds, is_void, select_counted
 from rayps_api.folder import objects
 
 _MOST = 8192
@@ -185,7 +185,7 @@ class Rollup:
                 break
             found, at = found + points, after
         self._cursor = at
-        for point in counted(found):
+        for point in select_counted(found):
             self.add(point)
 
     def series(self, most: int) -> list[dict[str, Any]]:

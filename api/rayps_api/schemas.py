@@ -19,7 +19,7 @@ from rayps.core.job.requirements import LONGEST_LINE
 from rayps.core.metric_direction import lowest_is_best
 from rayps.core.strategy.elastic import LR_RULES
 from rayps.service.code.code_origin import MOST_DIFF
-from rayps.service.elastic_jobs import worker_counts
+from rayps.service.elastic_jobs import count_workers
 from rayps.service.groups import LEAST_SILENCE, MOST_REPLICAS, MOST_SERVERS, MOST_SILENCE, SILENCE
 from rayps.service.store import JobRecord
 from rayps.service.sweeps.sweep import MOST_JOBS
@@ -547,7 +547,7 @@ def problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
 def job_out(record: JobRecord, progress: dict[str, Any] | None) -> dict[str, Any]:
     """Return a job as JSON data."""
     known = {**((progress or {}).get("metrics") or {}), **(record.metrics or {})}
-    counts = worker_counts(record, cast("ProgressRecord | None", progress))
+    counts = count_workers(record, cast("ProgressRecord | None", progress))
     return {
         "id": record.id,
         "name": record.name,

@@ -19,7 +19,7 @@ from rayps.core.job.records import read_json
 from rayps.federated.remote.mailbox import FOLDER, Mailbox
 from rayps.service.code.code_store import CodeStore
 from rayps.service.groups import Groups
-from rayps.service.members import Members, members_of, named_grant
+from rayps.service.members import Members, describe_grant, members_of
 from rayps.service.scheduler import Scheduler
 from rayps.service.settings import Settings
 from rayps.service.store import Holder, JobRecord, Store
@@ -84,7 +84,7 @@ class Service:
             for member in await asyncio.to_thread(mailbox.members):
                 if member.token not in grants:
                     continue
-                what = named_grant(member.token)
+                what = describe_grant(member.token)
                 await asyncio.to_thread(mailbox.withdraw, member.number, what)
                 text = (
                     f"the {what} of the client {member.name} was revoked: no round asks it, and its update of the open "

@@ -23,7 +23,7 @@ from rayps_client.errors import ConfigError
 from torch import nn
 
 import rayps
-from benchmarks.federated.robust import FOLDER, RobustDigits, digits
+from benchmarks.federated.robust import FOLDER, RobustDigits, read_digits
 from rayps.bench.table import BenchRow, ImagesFolder, Opt, Workers
 from rayps.cluster.local import LocalCluster
 from rayps.core.strategy.strategy_families import Fixed
@@ -75,11 +75,11 @@ class SortedDigits(RobustDigits):
 
     def data(self) -> Data:
         """Return the training images, divided into one shard by label for each worker."""
-        x, y = digits(self.folder, learnt=True, rows=self.count)
+        x, y = read_digits(self.folder, learnt=True, rows=self.count)
         return rayps.data.tensors(x, y, batch_size=self.batch, client=rayps.data.shards(1, clients=self.clients))
 
 
-def contenders(epochs: int, steps: int, penalty: float) -> list[str]:
+def list_contenders(epochs: int, steps: int, penalty: float) -> list[str]:
     """Return the strategies to compare. They synchronize at different intervals.
 
     The intervals are: every step, only at the end, each epoch (of `steps` steps), and a tenth of an epoch.
@@ -126,7 +126,7 @@ def bench_admm(
             raise ConfigError(f"{field} is {given}: give {2 if field == 'workers' else 1} or more", field=field)
     work = SortedDigits(folder, workers, rows, batch, lr, hidden)
     found = []
-    for text in strategies or contenders(epochs, work.data().steps(workers), penalty):
+    for text in strategies or list_contenders(epochs, work.data().steps(workers), penalty):
         (phase,) = parse(text)
         kept = phase.strategy.rows == Fixed()
         runs = [_run(work, wire([phase]), workers, epochs, seed) for seed in range(seeds)]

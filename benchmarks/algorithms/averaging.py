@@ -17,7 +17,7 @@ from rayps_client.errors import ConfigError
 from torch import Tensor, nn
 from torch.nn import functional
 
-from benchmarks.picture import Chart, ChartLine, page
+from benchmarks.picture import Chart, ChartLine, draw_page
 from rayps import data
 from rayps.bench.table import BenchRow, Opt, Strategies, Workers
 from rayps.cluster.local import Cluster
@@ -75,7 +75,7 @@ class NextCharacter(Workload):
             _CharacterAndPosition(characters, width), *blocks, nn.LayerNorm(width), nn.Linear(width, characters)
         )
 
-    def _windows(self, lo: int, hi: int) -> Data:
+    def _cut_windows(self, lo: int, hi: int) -> Data:
         numbers = {character: i for i, character in enumerate(sorted(set(self.text)))}
         text = torch.tensor([numbers[character] for character in self.text[lo:hi]])
         starts = torch.arange(0, len(text) - LENGTH, LENGTH)[:, None] + torch.arange(LENGTH)
@@ -83,11 +83,11 @@ class NextCharacter(Workload):
 
     def data(self) -> Data:
         """Return the first nine tenths of the text, cut into windows of `LENGTH` characters."""
-        return self._windows(0, len(self.text) * 9 // 10)
+        return self._cut_windows(0, len(self.text) * 9 // 10)
 
     def evaluation_data(self) -> Data:
         """Return the last tenth of the text, cut into windows of `LENGTH` characters."""
-        return self._windows(len(self.text) * 9 // 10, len(self.text))
+        return self._cut_windows(len(self.text) * 9 // 10, len(self.text))
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the cross-entropy, as the mean over all characters."""
@@ -149,13 +149,13 @@ def bench_averaging(
         result = train(
             work, strategy=strategy, workers=workers, epochs=epochs, seed=seed, cluster=cluster, progress=False
         )
-        rows.append(_row(strategy, workers, result, rows[0] if rows else None))
+        rows.append(_make_row(strategy, workers, result, rows[0] if rows else None))
     if picture is not None:
         picture.write_text(draw(rows), encoding="utf-8")
     return rows
 
 
-def _row(strategy: str, workers: int, result: Result, first: AveragingRow | None) -> AveragingRow:
+def _make_row(strategy: str, workers: int, result: Result, first: AveragingRow | None) -> AveragingRow:
     table, moved, curve = result.history, 0, list[tuple[int, float]]()
     losses = table.column("evaluation_loss").to_pylist()
     for count, loss in zip(table.column("bytes").to_pylist(), losses, strict=True):
@@ -174,12 +174,12 @@ def draw(rows: Sequence[AveragingRow]) -> str:
     lines = []
     for row in rows:
         points = [(moved / 1e6, loss) for moved, loss in row.curve if moved]
-        lines.append(ChartLine(_short(row.strategy), points, points))
+        lines.append(ChartLine(_shorten(row.strategy), points, points))
     chart = Chart("the next character: loss after each epoch", "10^6 bytes moved", "loss", lines, even=True)
-    return page([chart], columns=1)
+    return draw_page([chart], columns=1)
 
 
-def _short(strategy: str) -> str:
+def _shorten(strategy: str) -> str:
     name, _, options = strategy.partition(":")
     known = dict(part.split("=") for part in options.split(",") if part)
     words = [name, known.pop("period", ""), known.pop("compression", ""), *(f"{k} {v}" for k, v in known.items())]

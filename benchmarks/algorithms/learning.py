@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from rayps.bench.table import BenchRow, ImagesFolder, Opt
-from rayps.cli.show import number
+from rayps.cli.show import format_number
 from rayps.cluster.local import LocalCluster
 from rayps.data import Batch, Data, iid, parquet, shards, tensors
 from rayps.runtime.training import Result, train
@@ -85,8 +85,9 @@ class LearningRow(BenchRow):
         """The row in a line."""
         return (
             f"{self.scene}, seed {self.seed}, {self.way}: best accuracy {self.best:.3f}, 90% reached in round "
-            f"{self.reached}, last accuracy {self.last:.3f}, on images of other writers {number(self.others)}, of "
-            f"personal models {number(self.personal)} ({self.seconds:.0f} s)"
+            f"{self.reached}, last accuracy {self.last:.3f}, on images of other writers "
+            f"{format_number(self.others)}, of "
+            f"personal models {format_number(self.personal)} ({self.seconds:.0f} s)"
         )
 
 
@@ -198,12 +199,12 @@ def load(folder: str) -> Images:
     """Read the images in a folder, from Parquet or from MNIST's files. Raises ConfigError if it has neither."""
     root = Path(folder)
     if (root / "digits.parquet").is_file():
-        both = [_parquet(root / name) for name in ("digits.parquet", "digits_test.parquet")]
+        both = [_read_parquet(root / name) for name in ("digits.parquet", "digits_test.parquet")]
     elif (root / "train-images-idx3-ubyte.gz").is_file():
         both = [
             (
-                _idx(root / f"{part}-images-idx3-ubyte.gz", 16).reshape(-1, 784),
-                _idx(root / f"{part}-labels-idx1-ubyte.gz", 8),
+                _read_idx(root / f"{part}-images-idx3-ubyte.gz", 16).reshape(-1, 784),
+                _read_idx(root / f"{part}-labels-idx1-ubyte.gz", 8),
             )
             for part in ("train", "t10k")
         ]
@@ -216,13 +217,13 @@ def load(folder: str) -> Images:
     return Images(x, y, test_x, test_y)
 
 
-def _parquet(path: Path) -> tuple[Tensor, Tensor]:
+def _read_parquet(path: Path) -> tuple[Tensor, Tensor]:
     data = parquet(path, features="pixels", label="digit", dtype="uint8", batch_size=100_000, shuffle=False)
     batch = next(data.batches(rank=0, size=1, seed=0, epoch=0))
     return batch.x, batch.y
 
 
-def _idx(path: Path, head: int) -> Tensor:
+def _read_idx(path: Path, head: int) -> Tensor:
     with gzip.open(path) as file:
         return torch.from_numpy(np.frombuffer(file.read(), np.uint8, offset=head).copy())
 
@@ -236,7 +237,7 @@ class _Scene:
         if scene == "writers":
             assert writers is not None
             who = np.load(writers)["train_writer"].astype(np.int64)
-            held = held_out(who)
+            held = choose_held_out(who)
             x, y = images.x[torch.from_numpy(~held)], images.y[torch.from_numpy(~held)]
             test = (images.x[torch.from_numpy(held)], images.y[torch.from_numpy(held)], who[held])
             client = who[~held]
@@ -252,7 +253,7 @@ class _Scene:
     def run(self, strategies: Sequence[tuple[str, int]], compared: bool) -> Iterator[LearningRow]:
         """Measure the strategies one after another. If `compared`, measure "alone" and "in one place" first."""
         if compared:
-            yield self._alone()
+            yield self._train_alone()
             yield self._measure_strategy("in one place", _WHOLE, 10 if self.scene == "writers" else 5, iid(1))
         for text, rounds in strategies:
             if self.scene == "writers":
@@ -264,9 +265,9 @@ class _Scene:
         began = time.monotonic()
         workload = self.workload if client is None else self.make(*self.workload.rows, client=client)
         result = _train(workload, strategy, rounds, self.seed)
-        curve = _curve(result)
+        curve = _read_curve(result)
         reached = next((i + 1 for i, value in enumerate(curve) if value >= TARGET), None)
-        others = self._others(result) if self.scene == "writers" else None
+        others = self._evaluate_others(result) if self.scene == "writers" else None
         return LearningRow(
             self.scene,
             way,
@@ -280,7 +281,7 @@ class _Scene:
             time.monotonic() - began,
         )
 
-    def _alone(self, epochs: int = 20) -> LearningRow:
+    def _train_alone(self, epochs: int = 20) -> LearningRow:
         """Train `_LONE` of the clients alone, and evaluate each of them after every 5 epochs."""
         began = time.monotonic()
         clients, found = self.workload.data().clients, []
@@ -289,7 +290,7 @@ class _Scene:
             lone = self.make(rows.x, rows.y, client=iid(1))
             if self.scene == "writers":
                 lone.test = (self.images.test_x, self.images.test_y, None)
-            found.append(max(_curve(_train(lone, _ALONE, epochs // 5, self.seed))))
+            found.append(max(_read_curve(_train(lone, _ALONE, epochs // 5, self.seed))))
         others = statistics.mean(found) if self.scene == "writers" else None
         return LearningRow(
             self.scene,
@@ -304,18 +305,18 @@ class _Scene:
             time.monotonic() - began,
         )
 
-    def _others(self, result: Result) -> float:
+    def _evaluate_others(self, result: Result) -> float:
         with torch.no_grad():
             predicted = result.model()(self.images.test_x).argmax(dim=1)
         return float((predicted == self.images.test_y).float().mean())
 
 
-def _curve(result: Result) -> list[float]:
+def _read_curve(result: Result) -> list[float]:
     """Return the accuracy after each evaluation of a run."""
     return [value for value in result.history["evaluation_accuracy"].to_pylist() if value is not None]
 
 
-def held_out(who: Any) -> Any:
+def choose_held_out(who: Any) -> Any:
     """Return a mask of the images that are held out: every fifth image of each writer. `who`: each image's writer."""
     order = np.argsort(who, kind="stable")
     first = np.searchsorted(who[order], who[order])  # the position of the first image of each image's writer

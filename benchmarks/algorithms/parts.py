@@ -144,8 +144,8 @@ def bench_parts(
     for name in parts:
         steps = epochs * -(-len(images.x) // (batch * workers))
         work = Residual(images, batch, steps, decay if name == "ema" else None, paced=name != "batchnorm")
-        scripts = [plain(work, seed, epochs, batch * workers) for seed in seeds]
-        ours = [_trained(work, seed, epochs, workers) for seed in seeds]
+        scripts = [train_plain(work, seed, epochs, batch * workers) for seed in seeds]
+        ours = [_train(work, seed, epochs, workers) for seed in seeds]
         differences = [own - script for own, (script, _) in zip(ours, scripts, strict=True)]
         last = [value for _, value in scripts if value is not None]
         row = PartsRow(
@@ -162,7 +162,7 @@ def bench_parts(
     return found
 
 
-def _trained(work: Residual, seed: int, epochs: int, workers: int) -> float:
+def _train(work: Residual, seed: int, epochs: int, workers: int) -> float:
     cluster = LocalCluster()
     try:
         result = train(work, workers=workers, epochs=epochs, seed=seed, progress=False, cluster=cluster)
@@ -171,7 +171,7 @@ def _trained(work: Residual, seed: int, epochs: int, workers: int) -> float:
     return 100 * result.metrics["accuracy"]
 
 
-def plain(work: Residual, seed: int, epochs: int, batch: int) -> tuple[float, float | None]:
+def train_plain(work: Residual, seed: int, epochs: int, batch: int) -> tuple[float, float | None]:
     """Train in plain torch; return the accuracy in percent, and that of the average with the last statistics.
 
     The second is None without an average.
@@ -182,7 +182,7 @@ def plain(work: Residual, seed: int, epochs: int, batch: int) -> tuple[float, fl
     schedule = work.schedule(optimizer)
     averages = []
     if (decay := work.decay) is not None:
-        averages = [AveragedModel(model, avg_fn=_moved_by(decay), use_buffers=buffers) for buffers in (True, False)]
+        averages = [AveragedModel(model, avg_fn=_make_average(decay), use_buffers=buffers) for buffers in (True, False)]
     for _ in range(epochs):
         model.train()
         for rows in torch.split(torch.randperm(len(work.images.x)), batch):
@@ -195,16 +195,16 @@ def plain(work: Residual, seed: int, epochs: int, batch: int) -> tuple[float, fl
             for average in averages:
                 average.update_parameters(model)
     if not averages:
-        return _accuracy(work, model), None
-    return _accuracy(work, averages[0]), _accuracy(work, averages[1])
+        return _measure_accuracy(work, model), None
+    return _measure_accuracy(work, averages[0]), _measure_accuracy(work, averages[1])
 
 
-def _moved_by(decay: float) -> Callable[[Tensor, Tensor, Tensor | int], Tensor]:
+def _make_average(decay: float) -> Callable[[Tensor, Tensor, Tensor | int], Tensor]:
     return lambda held, new, count: decay * held + (1 - decay) * new
 
 
 @torch.no_grad()
-def _accuracy(work: Residual, model: nn.Module) -> float:
+def _measure_accuracy(work: Residual, model: nn.Module) -> float:
     model.eval()
     right = (model(work.images.test_x).argmax(dim=1) == work.images.test_y).float().mean()
     return 100 * float(right)

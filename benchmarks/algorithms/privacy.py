@@ -88,7 +88,7 @@ class PrivateDigits(Workload):
 
     def model(self) -> nn.Module:
         """Return two convolutions and two linear layers."""
-        return network()
+        return make_network()
 
     def data(self) -> Data:
         """Return the training images in lots."""
@@ -111,7 +111,7 @@ class PrivateDigits(Workload):
         return {"accuracy": (model(batch.x).argmax(dim=1) == batch.y).float().mean()}
 
 
-def network() -> nn.Module:
+def make_network() -> nn.Module:
     """Return the network of Opacus's MNIST example with tanh, for rows of 784 pixels."""
     return nn.Sequential(
         nn.Unflatten(1, (1, 28, 28)),
@@ -163,13 +163,13 @@ def bench_privacy(
         cores = threads or os.cpu_count() or 1
         setup = Setup(noise, lot, physical, clip, rate, planned, min(planned, steps or planned), seed, cores)
         for name in contenders:
-            row = (_by_rayps if name == "rayps" else _by_opacus)(images, epsilon, setup)
+            row = (_measure_rayps if name == "rayps" else _measure_opacus)(images, epsilon, setup)
             rows.append(row)
             report(row)
     return rows
 
 
-def _by_rayps(images: Images, epsilon: float, setup: Setup) -> PrivacyRow:
+def _measure_rayps(images: Images, epsilon: float, setup: Setup) -> PrivacyRow:
     spec = dp(noise_multiplier=setup.noise, clip=setup.clip, delta=DELTA, physical_batch=setup.physical)
     cluster = LocalCluster()
     try:
@@ -188,10 +188,10 @@ def _by_rayps(images: Images, epsilon: float, setup: Setup) -> PrivacyRow:
     assert result.privacy is not None, "the run is private"
     seconds = result.history.column("seconds").to_pylist()
     accuracy, spent = result.metrics["accuracy"], float(str(result.privacy["epsilon"]))
-    return PrivacyRow("rayps", epsilon, setup.noise, setup.steps, accuracy, spent, _median(seconds))
+    return PrivacyRow("rayps", epsilon, setup.noise, setup.steps, accuracy, spent, _find_median(seconds))
 
 
-def _by_opacus(images: Images, epsilon: float, setup: Setup) -> PrivacyRow:
+def _measure_opacus(images: Images, epsilon: float, setup: Setup) -> PrivacyRow:
     try:
         opacus: Any = importlib.import_module("opacus")
         memory: Any = importlib.import_module("opacus.utils.batch_memory_manager")
@@ -203,7 +203,7 @@ def _by_opacus(images: Images, epsilon: float, setup: Setup) -> PrivacyRow:
     warnings.filterwarnings("ignore", module="torch")
     torch.manual_seed(setup.seed)
     torch.set_num_threads(setup.threads)
-    model = network()
+    model = make_network()
     rows = torch.utils.data.TensorDataset(images.x, images.y)
     engine = opacus.PrivacyEngine()
     model, optimizer, loader = engine.make_private(
@@ -234,8 +234,8 @@ def _by_opacus(images: Images, epsilon: float, setup: Setup) -> PrivacyRow:
     with torch.no_grad():
         right = model(images.test_x).argmax(dim=1) == images.test_y
     accuracy, spent = float(right.float().mean()), float(engine.get_epsilon(DELTA))
-    return PrivacyRow("opacus", epsilon, setup.noise, setup.steps, accuracy, spent, _median(seconds))
+    return PrivacyRow("opacus", epsilon, setup.noise, setup.steps, accuracy, spent, _find_median(seconds))
 
 
-def _median(seconds: Sequence[float]) -> float:
+def _find_median(seconds: Sequence[float]) -> float:
     return 1e3 * statistics.median(seconds[_WARM:] or seconds)

@@ -118,12 +118,12 @@ def bench_tasks(
 
         @cache
         def reached(size: int, pipeline: bool, task: str = name, steps: int = count) -> tuple[float, float]:
-            return plain(_work(task, pipeline), steps, size, seed)
+            return train_plain(_load_work(task, pipeline), steps, size, seed)
 
         for given in strategies:
             strategy = TASKS[name].instead.get(given, given)
             pipeline = strategy.startswith("pipeline")
-            work = _work(name, pipeline)
+            work = _load_work(name, pipeline)
             size = 1 if pipeline else workers  # in a pipeline all workers together are one replica
             if name == "convnet":
                 work.sync_batchnorm = strategy == _IN_STEP
@@ -140,12 +140,12 @@ def bench_tasks(
     return rows
 
 
-def _work(task: str, pipeline: bool) -> Workload:
+def _load_work(task: str, pipeline: bool) -> Workload:
     asked = TASKS[task]
     return load(asked.in_pipeline if pipeline and asked.in_pipeline else asked.target, str(EXAMPLES))
 
 
-def plain(work: Workload, steps: int, size: int, seed: int) -> tuple[float, float]:
+def train_plain(work: Workload, steps: int, size: int, seed: int) -> tuple[float, float]:
     """Train in a plain torch loop on the batches of `size` replicas; return the losses before and after.
 
     A step has `work.accumulate` batches, each of which has the rows of all replicas.
@@ -157,15 +157,17 @@ def plain(work: Workload, steps: int, size: int, seed: int) -> tuple[float, floa
     optimizer = work.optimizer(given)  # type: ignore[arg-type]  # either is what the workload asks for
     make = getattr(work, "schedule", None)
     schedule = make(optimizer) if make is not None else None
-    first = _evaluated(work, model)
-    batches = _batches(work.data(), size, seed)
+    first = _evaluate(work, model)
+    batches = _yield_batches(work.data(), size, seed)
     for _ in range(steps):
         micro = list(islice(batches, work.accumulate))
         model.train()
         optimizer.zero_grad()
-        weights = [_loss(work, model, batch, count_only=True)[1] for batch in micro] if len(micro) > 1 else [1.0]
+        weights = (
+            [_compute_loss(work, model, batch, count_only=True)[1] for batch in micro] if len(micro) > 1 else [1.0]
+        )
         for batch, weight in zip(micro, weights, strict=True):
-            mean, _ = _loss(work, model, batch)
+            mean, _ = _compute_loss(work, model, batch)
             (mean * (weight / sum(weights))).backward()  # type: ignore[no-untyped-call]
         if work.clip_norm is not None:
             nn.utils.clip_grad_norm_(model.parameters(), work.clip_norm)
@@ -174,10 +176,10 @@ def plain(work: Workload, steps: int, size: int, seed: int) -> tuple[float, floa
             find_tables().step(model)
         if schedule is not None:
             schedule.step()
-    return first, _evaluated(work, model)
+    return first, _evaluate(work, model)
 
 
-def _batches(data: Data, size: int, seed: int) -> Iterator[Batch]:
+def _yield_batches(data: Data, size: int, seed: int) -> Iterator[Batch]:
     """Yield batches that each have the next rows of all `size` replicas, epoch after epoch."""
     epoch = 0
     while True:
@@ -188,7 +190,7 @@ def _batches(data: Data, size: int, seed: int) -> Iterator[Batch]:
         epoch += 1
 
 
-def _loss(work: Workload, model: nn.Module, batch: Batch, *, count_only: bool = False) -> tuple[Tensor, float]:
+def _compute_loss(work: Workload, model: nn.Module, batch: Batch, *, count_only: bool = False) -> tuple[Tensor, float]:
     """Return the mean loss of a batch, and its weight."""
     dtype = DTYPES.get(work.precision or "")
     half = contextlib.nullcontext() if dtype is None else torch.autocast("cpu", dtype)
@@ -200,7 +202,9 @@ def _loss(work: Workload, model: nn.Module, batch: Batch, *, count_only: bool = 
 
 
 @torch.no_grad()
-def _evaluated(work: Workload, model: nn.Module) -> float:
+def _evaluate(work: Workload, model: nn.Module) -> float:
     model.eval()
-    found = [_loss(work, model, batch) for batch in work.evaluation_data().batches(rank=0, size=1, seed=0, epoch=0)]
+    found = [
+        _compute_loss(work, model, batch) for batch in work.evaluation_data().batches(rank=0, size=1, seed=0, epoch=0)
+    ]
     return sum(float(mean) * weight for mean, weight in found) / sum(weight for _, weight in found)

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.changes.changing_workers import RAY_TRAIN, new_group, read_steps
+from benchmarks.changes.changing_workers import RAY_TRAIN, find_new_group, read_steps
 from rayps.cluster.local import until
 from rayps.data.base import Batch, Data
 from rayps.workload.base import Workload
@@ -147,13 +147,13 @@ def ray_train_loop(config: dict[str, Any]) -> None:
         heard = heard or notice
 
 
-def change(cluster: Any, config: dict[str, Any]) -> list[tuple[str, float, int]]:
+def change_nodes(cluster: Any, config: dict[str, Any]) -> list[tuple[str, float, int]]:
     """Let a node join the cluster and drain it again, while the job trains; return the times of the two notices."""
     folder, notices = Path(config["folder"]), []
 
     def trains(size: int, after: float) -> bool:
         steps = [step for step in read_steps(folder) if step.at > after]
-        found = new_group(steps, size)
+        found = find_new_group(steps, size)
         return found is not None and sum(step.at >= found[0] for step in steps) >= TRAINED * size
 
     if not until(lambda: trains(2, 0.0), WAIT_SECONDS, 0.1):
@@ -199,7 +199,7 @@ def main() -> None:
     try:
         train = train_by_ray_train if config["contender"] == RAY_TRAIN else train_by_rayps
         threading.Thread(target=train, args=(config, cluster.address), daemon=True, name="job").start()
-        notices = change(cluster, config)
+        notices = change_nodes(cluster, config)
         Path(config["folder"], "notices.json").write_text(json.dumps(notices))
     finally:
         with contextlib.suppress(Exception):  # the job still uses the cluster

@@ -72,7 +72,7 @@ def read_steps(folder: Path) -> list[Step]:
     return sorted(found, key=lambda step: step.at)
 
 
-def new_group(steps: Sequence[Step], size: int) -> tuple[float, set[int]] | None:
+def find_new_group(steps: Sequence[Step], size: int) -> tuple[float, set[int]] | None:
     """Return when a group of `size` processes began its first step, and the processes; None if there is no such group.
 
     `steps` are those after the notice. The group are the processes of the last steps: all of them have made a step by
@@ -92,12 +92,12 @@ def new_group(steps: Sequence[Step], size: int) -> tuple[float, set[int]] | None
     return (min(began), group) if began else None
 
 
-def change_row(contender: str, change: str, steps: Sequence[Step], notice: float, size: int) -> ChangeRow | None:
+def make_change_row(contender: str, change: str, steps: Sequence[Step], notice: float, size: int) -> ChangeRow | None:
     """Return the row of the change to `size` workers after the time `notice`, or None if it has not happened.
 
     `steps` are those until the next notice. A pause is a time in which no worker begins a step.
     """
-    found = new_group([step for step in steps if step.at > notice], size)
+    found = find_new_group([step for step in steps if step.at > notice], size)
     if found is None:
         return None
     first = found[0]
@@ -160,7 +160,7 @@ def _run(name: str, step_seconds: float, megabytes: float, deadline: float) -> l
         changes = json.loads(notices.read_text())
         ends = [notice for _, notice, _ in changes[1:]] + [float("inf")]
         for (change, notice, size), end in zip(changes, ends, strict=True):
-            row = change_row(name, change, [step for step in steps if step.at < end], notice, size)
+            row = make_change_row(name, change, [step for step in steps if step.at < end], notice, size)
             if row is None:
                 raise TrainingError(f"{name} made no step with {size} workers:\n{(done.stdout + done.stderr)[-2000:]}")
             found.append(row)

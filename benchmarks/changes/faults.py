@@ -16,7 +16,14 @@ from typing import ClassVar
 import torch
 from rayps_client.errors import ConfigError
 
-from benchmarks.changes.group_load import SEGMENTS, PushWorkers, exact, longest_gap, median, rate
+from benchmarks.changes.group_load import (
+    SEGMENTS,
+    PushWorkers,
+    find_longest_gap,
+    find_wrong_slots,
+    measure_rate,
+    median,
+)
 from rayps.bench.table import BenchRow
 from rayps.cluster.local import Cluster, until
 from rayps.ps.server_group import ServerGroup
@@ -100,7 +107,7 @@ def bench_faults(
             time.sleep(warm)
             calm = time.time()
             time.sleep(CALM_SECONDS)
-            moments, settled = _killing(group, kills, chance)
+            moments, settled = _kill_servers(group, kills, chance)
             after = time.time()
             time.sleep(CALM_SECONDS)
             ended = time.time()
@@ -108,9 +115,9 @@ def bench_faults(
             values = group.server(0).read()
     finally:
         push_workers.close()
-    wrong = [each.error for each in done if each.error] + exact(values, workers, done)
+    wrong = [each.error for each in done if each.error] + find_wrong_slots(values, workers, done)
     ends = [*moments[1:], ended]
-    gaps = [longest_gap(done, at, min(end, at + AROUND_SECONDS)) for at, end in zip(moments, ends, strict=True)]
+    gaps = [find_longest_gap(done, at, min(end, at + AROUND_SECONDS)) for at, end in zip(moments, ends, strict=True)]
     return FaultsRow(
         kills,
         servers,
@@ -123,9 +130,9 @@ def bench_faults(
         not wrong,
         median(gaps),
         max(gaps),
-        rate(done, calm, moments[0]),
-        rate(done, after, ended),
-        longest_gap(done, calm, moments[0] - 0.1),
+        measure_rate(done, calm, moments[0]),
+        measure_rate(done, after, ended),
+        find_longest_gap(done, calm, moments[0] - 0.1),
         median(settled),
         time.time() - began,
         wrong[:10],
@@ -133,7 +140,7 @@ def bench_faults(
     )
 
 
-def _killing(group: ServerGroup, kills: int, chance: random.Random) -> tuple[list[float], list[float]]:
+def _kill_servers(group: ServerGroup, kills: int, chance: random.Random) -> tuple[list[float], list[float]]:
     """Kill servers one after another; return each kill's time, and the seconds until the group was complete again."""
     moments, settled, here = list[float](), list[float](), socket.gethostname()
     while len(moments) < kills:

@@ -67,12 +67,12 @@ class PushBench:
     def _push(self, server: SharedParameters, group: ServerGroup, pause: float) -> None:
         done, size = self._done, group.layout.size
         grad, out = torch.zeros(size, dtype=torch.float64), torch.empty(size, dtype=torch.float64)
-        places = slots(size, group.workers, self._rank)
+        places = find_slots(size, group.workers, self._rank)
         try:
             while not self._stop.is_set():
                 step = server.step
                 grad[places[0]] = -float(group.workers)  # the servers divide a push by the number of workers
-                grad[places[1]] = -float(group.workers * number(self._rank, step))
+                grad[places[1]] = -float(group.workers * make_number(self._rank, step))
                 server.push_pull(grad, out=out)
                 done.pushes = step + 1
                 done.times.append(time.time())
@@ -84,23 +84,23 @@ class PushBench:
             server.close()
 
 
-def number(rank: int, step: int) -> int:
+def make_number(rank: int, step: int) -> int:
     """Return the number that a rank's push of a step adds to the second slot. It is below 2^20."""
     return (rank * 7919 + step * 104_729) % 1_048_573
 
 
-def slots(size: int, workers: int, rank: int) -> tuple[Tensor, Tensor]:
+def find_slots(size: int, workers: int, rank: int) -> tuple[Tensor, Tensor]:
     """Return the positions of a rank's two slots in each segment of a vector of `size` elements."""
     starts = torch.tensor([size * i // SEGMENTS for i in range(SEGMENTS)])
     return starts + KINDS * rank, starts + KINDS * rank + 1
 
 
-def exact(values: Tensor, workers: int, done: Sequence[Pushed]) -> list[str]:
+def find_wrong_slots(values: Tensor, workers: int, done: Sequence[Pushed]) -> list[str]:
     """Return a text for each slot with a wrong value: [] if every acknowledged push was applied exactly once."""
     wrong = []
     for each in done:
-        counts, sums = (values[places].tolist() for places in slots(len(values), workers, each.rank))
-        total = sum(number(each.rank, step) for step in range(each.pushes))
+        counts, sums = (values[places].tolist() for places in find_slots(len(values), workers, each.rank))
+        total = sum(make_number(each.rank, step) for step in range(each.pushes))
         for segment, (count, added) in enumerate(zip(counts, sums, strict=True)):
             if abs(count - each.pushes) > 0.25 or abs(added - total) > 0.25:
                 wrong.append(f"rank {each.rank} pushed {each.pushes}, segment {segment} has {count:g}")
@@ -132,13 +132,13 @@ class PushWorkers:
             self._cluster.kill(actor)
 
 
-def rate(done: Sequence[Pushed], since: float, until: float) -> float:
+def measure_rate(done: Sequence[Pushed], since: float, until: float) -> float:
     """Return the pushes per second, of all workers together, between two wall-clock times."""
     count = sum(since <= t < until for each in done for t in each.times)
     return count / max(until - since, 1e-9)
 
 
-def longest_gap(done: Sequence[Pushed], since: float, until: float) -> float:
+def find_longest_gap(done: Sequence[Pushed], since: float, until: float) -> float:
     """Return the most seconds between two successive pushes of a worker that overlap `since` to `until`."""
     worst = 0.0
     for each in done:

@@ -80,13 +80,13 @@ class HostsCluster:
         """Start an actor on a host; the resources are ignored."""
         host = gang.places[index] if isinstance(gang, HostsReservation) and index is not None else None
         if host is None or host in self._down:
-            host = self._next_host()
+            host = self._choose_next_host()
         kind = target.rpartition(":")[2]
         handle = ForkedActor(name or f"{kind}-{len(self.handles)}", host, self._forkers[host], (target, args, kwargs))
         self.handles.append(handle)
         return handle
 
-    def _next_host(self) -> int:
+    def _choose_next_host(self) -> int:
         up = [host for host in range(len(self._forkers)) if host not in self._down]
         if not up:
             raise ClusterError("all hosts are lost: the bench has ended the processes of each")

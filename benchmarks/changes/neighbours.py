@@ -129,7 +129,7 @@ def bench_jobs(
         (beside_busy,) = _train(cluster, running, actors[:1], n, rounds)
         for reply in burning:
             reply.result(WAIT_SECONDS)
-        before = _memory(running)
+        before = _measure_memory(running)
         with ServerGroup(
             torch.zeros(n, dtype=torch.float64),
             group=running,
@@ -144,9 +144,9 @@ def bench_jobs(
             (flooded,) = _train(cluster, running, actors[:1], n, rounds)
             done = push_workers.end()
             pushes = sum(len(each.times) for each in done) / (time.time() - began)
-            with_it = _memory(running)
+            with_it = _measure_memory(running)
         time.sleep(1.0)
-        after = _memory(running)
+        after = _measure_memory(running)
     finally:
         push_workers.close()
         for actor in [*busy, *(each for some in actors for each in some)]:
@@ -156,9 +156,9 @@ def bench_jobs(
         servers,
         workers,
         4 * n,
-        _same(alone, first_beside),
-        _same(second, second_beside),
-        _same(alone, flooded),
+        _are_same(alone, first_beside),
+        _are_same(second, second_beside),
+        _are_same(alone, flooded),
         alone[0],
         first_beside[0],
         flooded[0],
@@ -184,7 +184,7 @@ def _train(
             name=f"job-{secrets.token_hex(4)}",
             workers=len(actors),
             segments=SEGMENTS,
-            optimizer=_adam,
+            optimizer=_make_adam,
             cluster=cluster,
         )
         for actors in jobs
@@ -207,11 +207,11 @@ def _train(
             group.close()
 
 
-def _same(one: tuple[float, list[NDArray[np.float32]]], other: tuple[float, list[NDArray[np.float32]]]) -> bool:
+def _are_same(one: tuple[float, list[NDArray[np.float32]]], other: tuple[float, list[NDArray[np.float32]]]) -> bool:
     return all(bool((a == b).all()) for a, b in zip(one[1], other[1], strict=True))
 
 
-def _memory(running: ManagerClient) -> tuple[int, int | None]:
+def _measure_memory(running: ManagerClient) -> tuple[int, int | None]:
     """Return the bytes that the servers report, and their processes' resident bytes (None if on other hosts)."""
     time.sleep(0.5)  # for a few heartbeats, which report the bytes
     servers = running.facts()["servers"]
@@ -225,5 +225,5 @@ def _memory(running: ManagerClient) -> tuple[int, int | None]:
     return sum(each["bytes"] for each in servers), found
 
 
-def _adam(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+def _make_adam(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.Adam(params, lr=0.01)

@@ -109,11 +109,11 @@ def bench_resize(
     actors = [cluster.spawn("benchmarks.changes.resize:TrainBench", rank) for rank in range(workers)]
     try:
         n = max(SEGMENTS, size // 4)
-        rounds = _rounds(cluster, actors, n, sizes[0], replicas, pause, seconds)
+        rounds = _count_rounds(cluster, actors, n, sizes[0], replicas, pause, seconds)
         found, rows = _run(cluster, actors, n, sizes, replicas, pause, rounds)
         reference, _ = _run(cluster, actors, n, sizes[:1], replicas, pause, len(found[0][0]))
         for row in rows:
-            _, row["calm_dip"], row["calm_dip_seconds"] = _dip(
+            _, row["calm_dip"], row["calm_dip_seconds"] = _measure_dip(
                 reference[0][0], *(reference[0][0][0] + t for t in row.pop("span"))
             )
     finally:
@@ -124,7 +124,7 @@ def bench_resize(
     return [ResizeRow(**row, same_bits=bool(same), same_curve=curve) for row in rows]
 
 
-def _rounds(
+def _count_rounds(
     cluster: Cluster, actors: list[ActorHandle], n: int, servers: int, replicas: int, pause: float, seconds: float
 ) -> int:
     """Return how many rounds take about `seconds` seconds, estimated from a run of 30 rounds."""
@@ -143,17 +143,17 @@ def _run(
         replicas=replicas,
         workers=len(actors),
         segments=SEGMENTS,
-        optimizer=_adam,
+        optimizer=_make_adam,
         cluster=cluster,
     ) as group:
         replies = [actor.call("train", group, rounds, pause) for actor in actors]
-        spans = [_resized(group, before, after) for before, after in itertools.pairwise(sizes)]
+        spans = [_resize(group, before, after) for before, after in itertools.pairwise(sizes)]
         found = [reply.result(WAIT_SECONDS) for reply in replies]
     times = found[0][0]
     rows = []
     for span in spans:
         since, until, row = span.pop("since"), span.pop("until"), span
-        usual, dip, low = _dip(times, since, until)
+        usual, dip, low = _measure_dip(times, since, until)
         rows.append(
             row
             | {
@@ -170,7 +170,7 @@ def _run(
     return found, rows
 
 
-def _resized(group: ServerGroup, before: int, after: int) -> Keywords:
+def _resize(group: ServerGroup, before: int, after: int) -> Keywords:
     time.sleep(CALM_SECONDS)
     running, space = group.group, group.space
     assert running is not None and space is not None
@@ -185,7 +185,7 @@ def _resized(group: ServerGroup, before: int, after: int) -> Keywords:
     return {
         "before": before,
         "after": after,
-        "moved": _moved(old, new, space.cuts),
+        "moved": _measure_moved(old, new, space.cuts),
         "by_the_book": book,
         "moved_bytes": moved,
         "since": since,
@@ -193,7 +193,7 @@ def _resized(group: ServerGroup, before: int, after: int) -> Keywords:
     }
 
 
-def _moved(old: SpaceMap, new: SpaceMap, cuts: tuple[tuple[int, int], ...]) -> float:
+def _measure_moved(old: SpaceMap, new: SpaceMap, cuts: tuple[tuple[int, int], ...]) -> float:
     total = cuts[-1][1]
     return (
         sum(hi - lo for (lo, hi), a, b in zip(cuts, old.holders, new.holders, strict=True) if a.primary != b.primary)
@@ -201,7 +201,7 @@ def _moved(old: SpaceMap, new: SpaceMap, cuts: tuple[tuple[int, int], ...]) -> f
     )
 
 
-def _dip(times: list[float], since: float, until: float) -> tuple[float, float, float]:
+def _measure_dip(times: list[float], since: float, until: float) -> tuple[float, float, float]:
     """Return the rate before `since`, the largest share of it that was lost later, and the seconds with a low rate."""
     usual = sum(since - CALM_SECONDS + 0.5 <= t < since for t in times) / (CALM_SECONDS - 0.5)
     bins = []
@@ -214,5 +214,5 @@ def _dip(times: list[float], since: float, until: float) -> tuple[float, float, 
     return usual, max(0.0, 1 - min(bins) / usual), BIN_SECONDS * sum(each < LOW * usual for each in bins)
 
 
-def _adam(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+def _make_adam(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.Adam(params, lr=0.01)

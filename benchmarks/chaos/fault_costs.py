@@ -203,7 +203,7 @@ def bench_fault_costs(
         job.wait(lambda: False, every * (len(order) + 2) + _GO_ON_SECONDS)
         if job.result is None:
             raise ClusterError("the job did not end", strategy=strategy)
-        return _summary(job, done, FaultSetting(strategy, hosts, workers, rate, seed, every))
+        return _summarize(job, done, FaultSetting(strategy, hosts, workers, rate, seed, every))
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,7 +277,7 @@ def _fault(planned: PlannedFault, job: RunningJob, net: Hosts, cluster: HostsClu
                 net.shape(host, rate)
 
 
-def _summary(job: RunningJob, done: list[InjectedFault], setting: FaultSetting) -> FaultRun:
+def _summarize(job: RunningJob, done: list[InjectedFault], setting: FaultSetting) -> FaultRun:
     result = job.result
     assert result is not None
     table = result.history
@@ -303,11 +303,11 @@ def _summary(job: RunningJob, done: list[InjectedFault], setting: FaultSetting) 
         min(1.0, rounds * usual / seconds) if seconds else 1.0,
         bool(torch.equal(slots, torch.ones_like(slots))),
         sum(event["kind"] == "restarted" for event in result.events),
-        _rows(setting.strategy, found, usual),
+        _make_rows(setting.strategy, found, usual),
     )
 
 
-def _rows(strategy: str, found: Sequence[FaultCost], usual: float) -> list[FaultCostRow]:
+def _make_rows(strategy: str, found: Sequence[FaultCost], usual: float) -> list[FaultCostRow]:
     groups: dict[str, list[FaultCost]] = {}
     for cost in found:
         on = cost.fault.planned.fault

@@ -21,8 +21,8 @@ from rayps_client.errors import ClusterError, ConfigError
 from rayps_client.exchange.signed_orders import ClientToken, Key
 
 from benchmarks.federated.client_flower import run_flower
-from benchmarks.federated.client_service import JOB, Moments, StandIn, started
-from benchmarks.peers import environment
+from benchmarks.federated.client_service import JOB, Moments, StandIn, start
+from benchmarks.peers import make_environment
 from rayps.bench.table import BenchRow, Opt
 
 CONTENDERS = ("rayps-client, numpy", "rayps-client, torch", "rayps client, torch", "flower, numpy", "flower, torch")
@@ -129,9 +129,9 @@ def _run(name: str, parameters: int, peers: Path) -> ClientRow:
     with tempfile.TemporaryDirectory(prefix="rayps-bench-") as place:
         folder, width = Path(place), parameters - 1
         if system == "flower":
-            python = environment(peers, "flower-client", FLOWER, "import flwr, torch")
+            python = make_environment(peers, "flower-client", FLOWER, "import flwr, torch")
             with run_flower(python, folder, library, width, _ROWS) as (began, moments, processes):
-                return _measured(name, began, moments, processes, folder / "log")
+                return _measure_client(name, began, moments, processes, folder / "log")
         return _run_rayps(name, system, library, folder, width)
 
 
@@ -147,14 +147,14 @@ def _run_rayps(name: str, system: str, library: str, folder: Path, width: int) -
     arguments = ["line.py:Line", "--url", service.url, "--state", str(folder / "state"), "--patience", "20"]
     try:
         began = time.monotonic()
-        with started([*head, *arguments], folder, RAYPS_CLIENT_TOKEN=token) as process:
-            return _measured(name, began, lambda: service.moments, lambda: [process.pid], folder / "log", process)
+        with start([*head, *arguments], folder, RAYPS_CLIENT_TOKEN=token) as process:
+            return _measure_client(name, began, lambda: service.moments, lambda: [process.pid], folder / "log", process)
     finally:
         service.shutdown()
         service.server_close()
 
 
-def _measured(
+def _measure_client(
     name: str,
     began: float,
     moments: Callable[[], Moments],
@@ -168,7 +168,7 @@ def _measured(
         if time.monotonic() - began > _SECONDS or (process is not None and process.poll() not in (None, 0)):
             tail = log.read_text(errors="replace").splitlines()[-_LINES:]
             raise ClusterError(f"the client of {name} sent no update:\n" + "\n".join(tail), contender=name)
-        sizes = [_memory(pid) for pid in processes()]
+        sizes = [_read_memory(pid) for pid in processes()]
         if (size := sum(whole for whole, _ in sizes)) > most:
             most, private, count = size, sum(own for _, own in sizes), len(sizes)
         time.sleep(_POLL)
@@ -177,7 +177,7 @@ def _measured(
     return ClientRow(name, joined, order, update, memory_mb=most / 1e6, private_mb=private / 1e6, processes=count)
 
 
-def _memory(pid: int) -> tuple[int, int]:
+def _read_memory(pid: int) -> tuple[int, int]:
     """Return the bytes of memory of a process, and those of them that no other process shares; 0 if it has ended."""
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii").splitlines()[1:]

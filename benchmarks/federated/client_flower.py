@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rayps_client.errors import ClusterError
 
-from benchmarks.federated.client_service import Moments, started
+from benchmarks.federated.client_service import Moments, start
 
 READY_SECONDS = 60.0
 _CLIENT = """
@@ -117,18 +117,18 @@ def run_flower(
     """
     out = folder / "moments"
     _write_app(folder / "app", out, library, width, rows)
-    port = _free_port()
+    port = _find_free_port()
     home = {"FLWR_HOME": str(folder / "home"), "HOME": str(folder), "FLWR_TELEMETRY_ENABLED": "0"}
     home["PATH"] = f"{python.parent}:{os.environ['PATH']}"  # Flower starts its other programs by their names
     _write_connection(folder / "home", port)
     link = [str(python.with_name("flower-superlink")), "--insecure", "--host", "127.0.0.1", "--port", str(port)]
     node = [str(python.with_name("flower-supernode")), "--insecure", "--superlink", f"127.0.0.1:{port}"]
-    node += ["--port", str(_free_port())]
-    with started(link, folder, **home):
+    node += ["--port", str(_find_free_port())]
+    with start(link, folder, **home):
         _submit(python, folder, home, out.with_suffix(".ready"))
         began = time.monotonic()
-        with started(node, folder, **home) as process:
-            yield began, lambda: _moments(out), lambda: _session(process.pid)
+        with start(node, folder, **home) as process:
+            yield began, lambda: _read_moments(out), lambda: _list_session(process.pid)
 
 
 def _write_app(folder: Path, out: Path, library: str, width: int, rows: int) -> None:
@@ -173,7 +173,7 @@ def _submit(python: Path, folder: Path, home: dict[str, str], ready: Path) -> No
         time.sleep(0.05)
 
 
-def _moments(out: Path) -> Moments:
+def _read_moments(out: Path) -> Moments:
     found = {}
     for name in ("update", "joined", "order"):
         with contextlib.suppress(OSError, ValueError):
@@ -181,7 +181,7 @@ def _moments(out: Path) -> Moments:
     return Moments(**found) if len(found) == 3 else Moments()
 
 
-def _session(leader: int) -> list[int]:
+def _list_session(leader: int) -> list[int]:
     """Return the processes of a session: the SuperNode, and the process of its client app."""
     found = []
     for path in Path("/proc").iterdir():
@@ -193,6 +193,6 @@ def _session(leader: int) -> list[int]:
     return found
 
 
-def _free_port() -> int:
+def _find_free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])

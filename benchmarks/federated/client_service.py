@@ -86,22 +86,22 @@ class _Routes(http.server.BaseHTTPRequestHandler):
         """Answer the key, work, or the parameters."""
         moments, path = self.server.moments, self.path.partition("?")[0]
         if path.endswith("/key"):
-            self._json({"public_key": self.server.key.public})
+            self._send_json({"public_key": self.server.key.public})
         elif path.endswith("/parameters"):
             self._send(self.server.start)
             moments.order = time.monotonic()
         elif moments.update is not None:
-            self._json({"kind": "end", "status": "SUCCEEDED", "reason": "measured"})
+            self._send_json({"kind": "end", "status": "SUCCEEDED", "reason": "measured"})
         else:
             text = self.server.order()
-            self._json({"kind": "round", "order": text, "signature": self.server.key.sign(text)})
+            self._send_json({"kind": "round", "order": text, "signature": self.server.key.sign(text)})
 
     def do_POST(self) -> None:
         """Let a client join or leave."""
         self.rfile.read(int(self.headers["Content-Length"] or 0))
         if self.path.endswith("/join"):
             self.server.moments.joined = time.monotonic()
-            self._json({"number": 0, "public_key": self.server.key.public, "name": "one", "job": JOB})
+            self._send_json({"number": 0, "public_key": self.server.key.public, "name": "one", "job": JOB})
         else:
             self._send(b"", 204)
 
@@ -109,9 +109,9 @@ class _Routes(http.server.BaseHTTPRequestHandler):
         """Receive the update."""
         self.rfile.read(int(self.headers["Content-Length"]))
         self.server.moments.update = time.monotonic()
-        self._json({"serial": 1, "again": False}, 201)
+        self._send_json({"serial": 1, "again": False}, 201)
 
-    def _json(self, value: dict[str, Any], status: int = 200) -> None:
+    def _send_json(self, value: dict[str, Any], status: int = 200) -> None:
         self._send(json.dumps(value).encode(), status)
 
     def _send(self, body: bytes, status: int = 200) -> None:
@@ -125,7 +125,7 @@ class _Routes(http.server.BaseHTTPRequestHandler):
 
 
 @contextlib.contextmanager
-def started(command: Sequence[str], folder: Path, **variables: str) -> Iterator[subprocess.Popen[bytes]]:
+def start(command: Sequence[str], folder: Path, **variables: str) -> Iterator[subprocess.Popen[bytes]]:
     """Start a process in a session of its own, with its output in the file `log`; end the session afterwards."""
     with (folder / "log").open("ab") as log:
         process = subprocess.Popen(

@@ -29,7 +29,7 @@ from typing import Annotated, Any, ClassVar
 
 from rayps_client.errors import ConfigError
 
-from benchmarks.peers import environment, run_script
+from benchmarks.peers import make_environment, run_script
 from rayps.bench.table import BenchRow, Opt
 
 CONTENDERS = ("own", "flower", "pfl", "bare")
@@ -145,7 +145,7 @@ def bench_federated(
             raise ConfigError(f"{field} is {value}: give at least 1", field=field)
     load = os.getloadavg()[0]
     commands = {
-        name: command(name, workers, folder or FOLDER)
+        name: make_command(name, workers, folder or FOLDER)
         for name in contenders
         if any(name in _WHO[scene] for scene in scenes)
     }
@@ -157,21 +157,23 @@ def bench_federated(
         for turn in range(repeats):
             for name in here[turn % max(1, len(here)) :] + here[: turn % max(1, len(here))]:
                 found[name].append(_run(name, commands[name], config))
-        rows += _rows(scene, config, found, load)
+        rows += _make_rows(scene, config, found, load)
     return rows
 
 
-def command(contender: str, workers: int, folder: Path) -> list[str]:
+def make_command(contender: str, workers: int, folder: Path) -> list[str]:
     """Return the command that runs a contender. If the contender needs a virtual environment, make it first.
 
     Raises:
         ConfigError: the environment cannot be made.
     """
     if contender == "flower":
-        python = environment(folder, "flower", FLOWER, "import torch, ray, flwr.simulation, flwr.serverapp.strategy")
+        python = make_environment(
+            folder, "flower", FLOWER, "import torch, ray, flwr.simulation, flwr.serverapp.strategy"
+        )
         return [str(python), str(_HERE / "federated_flower.py")]
     if contender == "pfl":
-        python = environment(folder, "pfl", PFL, "import torch, pfl.aggregate.simulate, pfl.model.pytorch")
+        python = make_environment(folder, "pfl", PFL, "import torch, pfl.aggregate.simulate, pfl.model.pytorch")
         return [
             str(python),
             "-m",
@@ -195,21 +197,23 @@ def run_of(began: float, out: dict[str, list[float]], first: int) -> _FederatedR
     """Return the figures of a run from its output `out`. The first `first` rounds belong to the start."""
     stamps, held = out["stamps"], [each / 1e6 for each in out.get("rss", ())[first - 1 :]]
     return _FederatedRun(
-        _between(stamps[first - 1 :]),
+        _find_median_difference(stamps[first - 1 :]),
         stamps[first - 1] - began,
-        _between(out["cpu"][first - 1 :]) if "cpu" in out else None,
+        _find_median_difference(out["cpu"][first - 1 :]) if "cpu" in out else None,
         held[0] if held else None,
         held[-1] - held[0] if held else None,
         out["disk"][-1] / 1e6 if "disk" in out else None,
     )
 
 
-def _between(values: list[float]) -> float:
+def _find_median_difference(values: list[float]) -> float:
     """Return the median difference between consecutive values."""
     return statistics.median(b - a for a, b in itertools.pairwise(values))
 
 
-def _rows(scene: str, config: dict[str, Any], found: dict[str, list[_FederatedRun]], load: float) -> list[FederatedRow]:
+def _make_rows(
+    scene: str, config: dict[str, Any], found: dict[str, list[_FederatedRun]], load: float
+) -> list[FederatedRow]:
     def median(name: str, what: str) -> float | None:
         values = [getattr(run, what) for run in found.get(name, ())]
         return statistics.median(values) if values and None not in values else None

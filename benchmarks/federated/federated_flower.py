@@ -18,14 +18,14 @@ from torch import nn
 from torch.nn import functional
 
 
-def model(hidden: int) -> nn.Module:
+def make_model(hidden: int) -> nn.Module:
     """Return a network 784-hidden-hidden-10, or for hidden = 0 a model of two numbers, a weight and a bias."""
     if not hidden:
         return nn.Linear(1, 1)
     return nn.Sequential(nn.Linear(784, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, 10))
 
 
-def rows(client: int, config: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+def draw_rows(client: int, config: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a client's samples: random numbers, which need as much computation as real images."""
     generator, count = torch.Generator().manual_seed(client), config["rows"]
     return torch.rand(count, 784 if config["hidden"] else 1, generator=generator), torch.randint(
@@ -33,7 +33,7 @@ def rows(client: int, config: dict[str, Any]) -> tuple[torch.Tensor, torch.Tenso
     )
 
 
-def plain_client(net: nn.Module, x: torch.Tensor, y: torch.Tensor, config: dict[str, Any]) -> float:
+def train_plain_client(net: nn.Module, x: torch.Tensor, y: torch.Tensor, config: dict[str, Any]) -> float:
     """Train `net` in a plain loop for one client; return the last loss.
 
     Each of the `epochs` epochs has batches of `batch` samples in a new order; the optimizer is plain SGD.
@@ -51,7 +51,7 @@ def plain_client(net: nn.Module, x: torch.Tensor, y: torch.Tensor, config: dict[
     return float(loss.detach()) if config["epochs"] else 0.0
 
 
-def client_app(config: dict[str, Any]) -> Any:
+def make_client_app(config: dict[str, Any]) -> Any:
     """Return Flower's client app. It trains, or returns the received parameters if `epochs` is 0."""
     app, clientapp = importlib.import_module("flwr.app"), importlib.import_module("flwr.clientapp")
     found = clientapp.ClientApp()
@@ -61,9 +61,9 @@ def client_app(config: dict[str, Any]) -> Any:
         arrays, loss = message.content["arrays"], 0.0
         if config["epochs"]:
             torch.set_num_threads(1)
-            net = model(config["hidden"])
+            net = make_model(config["hidden"])
             net.load_state_dict(arrays.to_torch_state_dict())
-            loss = plain_client(net, *rows(context.node_config["partition-id"], config), config)
+            loss = train_plain_client(net, *draw_rows(context.node_config["partition-id"], config), config)
             arrays = app.ArrayRecord(net.state_dict())
         metrics = app.MetricRecord({"num-examples": config["rows"], "train_loss": loss})
         return app.Message(content=app.RecordDict({"arrays": arrays, "metrics": metrics}), reply_to=message)
@@ -71,7 +71,7 @@ def client_app(config: dict[str, Any]) -> Any:
     return found
 
 
-def server_app(config: dict[str, Any], stamps: list[float]) -> Any:
+def make_server_app(config: dict[str, Any], stamps: list[float]) -> Any:
     """Return Flower's server app: FedAvg over all clients, without evaluation.
 
     The app appends the time of each round's end to `stamps`.
@@ -91,7 +91,9 @@ def server_app(config: dict[str, Any], stamps: list[float]) -> Any:
         clients = config["clients"]
         strategy = Timed(fraction_evaluate=0.0, min_train_nodes=clients, min_available_nodes=clients)
         strategy.start(
-            grid=grid, initial_arrays=app.ArrayRecord(model(config["hidden"]).state_dict()), num_rounds=config["rounds"]
+            grid=grid,
+            initial_arrays=app.ArrayRecord(make_model(config["hidden"]).state_dict()),
+            num_rounds=config["rounds"],
         )
 
     return found
@@ -103,8 +105,8 @@ def main() -> None:
     stamps: list[float] = []
     simulation = importlib.import_module("flwr.simulation")
     simulation.run_simulation(
-        server_app=server_app(config, stamps),
-        client_app=client_app(config),
+        server_app=make_server_app(config, stamps),
+        client_app=make_client_app(config),
         num_supernodes=config["clients"],
         backend_config={
             "client_resources": {"num_cpus": 1, "num_gpus": 0.0},

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import rayps
-from benchmarks.federated.federated_flower import model, plain_client, rows
+from benchmarks.federated.federated_flower import draw_rows, make_model, train_plain_client
 from rayps.data import Batch, Data
 from rayps.strategies.fedavg import FedAvg
 from rayps.strategies.federated import Federated
@@ -38,11 +38,11 @@ class PeerImages(Workload):
 
     def model(self) -> nn.Module:
         """Return the model of the other contenders."""
-        return model(self.config["hidden"])
+        return make_model(self.config["hidden"])
 
     def data(self) -> Data:
         """Return the samples of all clients, client by client."""
-        each = [rows(client, self.config) for client in range(self.config["clients"])]
+        each = [draw_rows(client, self.config) for client in range(self.config["clients"])]
         owners = torch.arange(len(each)).repeat_interleave(self.config["rows"])
         return rayps.data.tensors(
             torch.cat([x for x, _ in each]),
@@ -60,7 +60,7 @@ class PeerImages(Workload):
         return torch.optim.SGD(params, lr=self.config["lr"])
 
 
-def resident() -> int:
+def read_resident() -> int:
     """Return this process's resident memory in bytes."""
     pages = Path("/proc/self/statm")
     return int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if pages.exists() else 0
@@ -87,7 +87,7 @@ class RoundWatch(Federated):
         """Run the round as the strategy does; then, on the first worker, append a record to the log."""
         super().round(w)
         if w.rank == 0:
-            found = {"stamps": time.time(), "cpu": time.process_time(), "rss": resident(), "disk": on_disk()}
+            found = {"stamps": time.time(), "cpu": time.process_time(), "rss": read_resident(), "disk": on_disk()}
             with Path(self.log).open("a", encoding="utf-8") as lines:
                 lines.write(json.dumps(found) + "\n")
 
@@ -114,7 +114,7 @@ class Nothing(Watched):
         """Do not train: the parameters stay as they are."""
 
 
-def own(config: dict[str, Any], log: Path) -> dict[str, Any]:
+def run_own(config: dict[str, Any], log: Path) -> dict[str, Any]:
     """Run a rayps job in a new private Ray; return its records."""
     kind = WatchedStates if config["states"] else Watched if config["epochs"] else Nothing
     strategy = kind(
@@ -141,16 +141,16 @@ def read_records(log: Path) -> dict[str, Any]:
     return {key: [line[key] for line in lines] for key in lines[0]}
 
 
-def bare(config: dict[str, Any]) -> dict[str, Any]:
+def run_bare(config: dict[str, Any]) -> dict[str, Any]:
     """Run the same training as a plain loop in one process; every client starts each round with the same model."""
     torch.set_num_threads(1)
-    net, samples = model(config["hidden"]), [rows(client, config) for client in range(config["clients"])]
+    net, samples = make_model(config["hidden"]), [draw_rows(client, config) for client in range(config["clients"])]
     begin = {name: value.clone() for name, value in net.state_dict().items()}
     stamps, cpu = [], []
     for _ in range(config["rounds"]):
         for x, y in samples:
             net.load_state_dict(begin)
-            plain_client(net, x, y, config)
+            train_plain_client(net, x, y, config)
         stamps.append(time.time())
         cpu.append(time.process_time())
     return {"stamps": stamps, "cpu": cpu}
@@ -159,7 +159,7 @@ def bare(config: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     """Run CONFIG as a rayps job, or as the plain loop if CONFIG has "bare"; write the records to OUT."""
     config, out = json.loads(sys.argv[1]), Path(sys.argv[2])
-    out.write_text(json.dumps(bare(config) if config.get("bare") else own(config, out.with_suffix(".log"))))
+    out.write_text(json.dumps(run_bare(config) if config.get("bare") else run_own(config, out.with_suffix(".log"))))
 
 
 if __name__ == "__main__":

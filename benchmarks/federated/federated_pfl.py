@@ -18,7 +18,7 @@ import torch
 from torch.nn import functional
 
 
-def learner(base: Any, config: dict[str, Any]) -> Any:
+def make_learner(base: Any, config: dict[str, Any]) -> Any:
     """Return the model as a module that has a loss and metrics, as pfl requires."""
 
     class Learner(torch.nn.Module):
@@ -59,7 +59,7 @@ def main() -> None:
         lambda k: part("data.pytorch").PyTorchTensorDataset(clients[k], user_id=str(k)),
         part("data.sampling").get_user_sampler("minimize_reuse", list(clients)),
     )
-    net = learner(base, config)
+    net = make_learner(base, config)
     model = part("model.pytorch").PyTorchModel(net, torch.optim.SGD, torch.optim.SGD(net.parameters(), lr=1.0))
     train = part("hyperparam").NNTrainHyperParams(
         local_num_epochs=config["epochs"], local_learning_rate=config["lr"], local_batch_size=config["batch"]

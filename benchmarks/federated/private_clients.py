@@ -110,10 +110,10 @@ def read_rows(folder: Path, training: bool) -> Rows:
         images = np.asarray(table["pixels"].to_pylist(), dtype=np.uint8).reshape(-1, 28, 28)
         labels = table["digit"].to_numpy()
         who = np.arange(len(labels)) % PARTS
-    return features(images), torch.from_numpy(labels.astype(np.int64)), who.astype(np.int64)
+    return compute_features(images), torch.from_numpy(labels.astype(np.int64)), who.astype(np.int64)
 
 
-def features(images: NDArray[np.uint8]) -> Tensor:
+def compute_features(images: NDArray[np.uint8]) -> Tensor:
     """Return for each image the energies of four edge directions in 7 x 7 cells, centred, with the norm 8."""
     found = []
     for at in range(0, len(images), 4096):

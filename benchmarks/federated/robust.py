@@ -97,13 +97,13 @@ class RobustDigits(Workload):
 
     def data(self) -> Data:
         """Return the first `count` training images, divided among the clients."""
-        x, y = digits(self.folder, learnt=True, rows=self.count)
+        x, y = read_digits(self.folder, learnt=True, rows=self.count)
         rule = rayps.data.shards(2, clients=self.clients) if self.scene == "shards" else rayps.data.iid(self.clients)
         return rayps.data.tensors(x, y, batch_size=self.batch, client=rule)
 
     def evaluation_data(self) -> Data:
         """Return at most 5,000 test images."""
-        return rayps.data.tensors(*digits(self.folder, learnt=False, rows=5000), batch_size=1000)
+        return rayps.data.tensors(*read_digits(self.folder, learnt=False, rows=5000), batch_size=1000)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the cross-entropy."""
@@ -118,7 +118,7 @@ class RobustDigits(Workload):
         return {"accuracy": (model(batch.x).argmax(1) == batch.y).float().mean()}
 
 
-def digits(folder: Path, *, learnt: bool, rows: int) -> tuple[Tensor, Tensor]:
+def read_digits(folder: Path, *, learnt: bool, rows: int) -> tuple[Tensor, Tensor]:
     """Return the first `rows` images [rows, 784], with pixels from 0 to 1, and their digits.
 
     `learnt` selects the training images instead of the test images. The folder has MNIST's files, or the files of
@@ -129,8 +129,8 @@ def digits(folder: Path, *, learnt: bool, rows: int) -> tuple[Tensor, Tensor]:
     """
     images, labels, parquet = _FILES[learnt]
     if (folder / images).is_file():
-        x = _idx(folder / images, 16).reshape(-1, 784)[:rows]
-        y = _idx(folder / labels, 8)[:rows]
+        x = _read_idx(folder / images, 16).reshape(-1, 784)[:rows]
+        y = _read_idx(folder / labels, 8)[:rows]
     elif (folder / parquet).is_file():
         table = pq.read_table(folder / parquet, columns=["pixels", "digit"]).slice(0, rows)
         x = table["pixels"].combine_chunks().flatten().to_numpy().reshape(-1, 784)
@@ -142,7 +142,7 @@ def digits(folder: Path, *, learnt: bool, rows: int) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(x.astype(np.float32) / 255), torch.from_numpy(y.astype(np.int64))
 
 
-def _idx(path: Path, head: int) -> NDArray[np.uint8]:
+def _read_idx(path: Path, head: int) -> NDArray[np.uint8]:
     return np.frombuffer(gzip.decompress(path.read_bytes()), dtype=np.uint8, offset=head)
 
 
@@ -184,7 +184,7 @@ def bench_robust(
         rule_of(rule).check(clients, attack_spec if "attack" in scenes else None)
     learn: type[FedAvg | Scaffold] = Scaffold if attack_spec is not None and attack_spec.name == "false_c" else FedAvg
     normed = attack_spec is not None and attack_spec.name == "false_buffers"
-    digits(folder, learnt=False, rows=1)
+    read_digits(folder, learnt=False, rows=1)
     found: list[RobustRow] = []
     reference: float | None = None
     for scene in [scene for scene in SCENES if scene in scenes]:

@@ -30,7 +30,7 @@ from rayps_client.secure.protocol import Stage
 from rayps_client.secure.secure_facts import word_bits
 
 from benchmarks.job_service import START_SECONDS, JobService
-from benchmarks.peers import environment, run_script
+from benchmarks.peers import make_environment, run_script
 from rayps.bench.table import BenchRow, Opt
 from rayps.service.client import Job
 
@@ -67,12 +67,12 @@ class SecureRow(BenchRow):
     round_s: float  # from the order to the sum
 
 
-def parameters(hidden: int = HIDDEN) -> int:
+def count_parameters(hidden: int = HIDDEN) -> int:
     """Return the number of parameters of the network."""
     return 784 * hidden + hidden + 10 * hidden + 10
 
 
-def formula_bytes(holders: int, words: int, bits: int) -> float:
+def compute_bytes(holders: int, words: int, bits: int) -> float:
     """Return the bytes that a client sends and receives, for a closed neighbourhood of `holders` clients."""
     return (2 * holders * KEY_BITS + (5 * holders - 4) * SHARE_BITS + words * bits + holders) / 8
 
@@ -104,19 +104,19 @@ def bench_flower(clients: int, share: float, neighbours: int | None, folder: Pat
         ClusterError: it failed.
     """
     place = Path.home() / ".cache" / "rayps" / "bench" if folder is None else folder
-    python = environment(place, "flower-secagg", FLOWER, "import flwr.server.workflow, flwr.client.mod")
+    python = make_environment(place, "flower-secagg", FLOWER, "import flwr.server.workflow, flwr.client.mod")
     rows = []
     for dying in (0, round(share * clients)):
         config = {
             "clients": clients,
             "neighbours": neighbours or clients - 1,
-            "size": parameters(),
+            "size": count_parameters(),
             "dying": dying,
             "rows": ROWS,
         }
         script = [str(python), str(HERE / "secure_flower.py")]
         _, found = run_script("flower", script, config, _JOB_SECONDS)
-        words = parameters() + 1
+        words = count_parameters() + 1
         rows.append(
             SecureRow(
                 "flower",
@@ -127,8 +127,8 @@ def bench_flower(clients: int, share: float, neighbours: int | None, folder: Pat
                 clients - dying,
                 median(found["sent"]) / 1000,
                 median(found["received"]) / 1000,
-                formula_bytes(config["neighbours"] + 1, words, 32) / 1000,
-                parameters() * 4 / 1000,
+                compute_bytes(config["neighbours"] + 1, words, 32) / 1000,
+                count_parameters() * 4 / 1000,
                 median(found["cpu"]),
                 found["round_s"],
             )
@@ -153,17 +153,19 @@ def _run(
     token = service.user.call("POST", "/api/v1/client-tokens", json={"job": job.id})["token"]
     dies = [stage for stage, count in plan.items() for _ in range(count)]
     homes = [service.folder / "homes" / job.id / f"c{k}" for k in range(clients)]
-    processes = [_client(service, job, token, home, dies[k] if k < len(dies) else None) for k, home in enumerate(homes)]
+    processes = [
+        _start_client(service, job, token, home, dies[k] if k < len(dies) else None) for k, home in enumerate(homes)
+    ]
     try:
         job.wait(_JOB_SECONDS)
     finally:
         for process in processes:
             process.kill()
             process.wait()
-    return _row(service, job, homes, plan, neighbours or clients - 1)
+    return _make_row(service, job, homes, plan, neighbours or clients - 1)
 
 
-def _client(service: JobService, job: Job, token: str, home: Path, dies: Stage | None) -> subprocess.Popen[bytes]:
+def _start_client(service: JobService, job: Job, token: str, home: Path, dies: Stage | None) -> subprocess.Popen[bytes]:
     home.mkdir(parents=True)
     config = {"url": service.url, "token": token, "job": job.id, "name": home.name, "folder": str(home)}
     work = f"{service.folder / 'work' / 'secure_work.py'}:Wide"
@@ -173,7 +175,9 @@ def _client(service: JobService, job: Job, token: str, home: Path, dies: Stage |
         return subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | own)
 
 
-def _row(service: JobService, job: Job, homes: Sequence[Path], plan: dict[Stage, int], neighbours: int) -> SecureRow:
+def _make_row(
+    service: JobService, job: Job, homes: Sequence[Path], plan: dict[Stage, int], neighbours: int
+) -> SecureRow:
     event = next((event for event in job.events() if event["kind"] == "cohort"), None)
     if event is None:
         raise TrainingError(f"the job had no round: {job.data['reason']}")
@@ -187,7 +191,7 @@ def _row(service: JobService, job: Job, homes: Sequence[Path], plan: dict[Stage,
     costs = [json.loads(path.read_text()) for home in homes for path in home.glob("cost.json")]
     cost: Callable[[str], float | None] = lambda key: median(each[key] for each in costs) if costs else None  # noqa: E731
     kb: Callable[[str], float | None] = lambda key: None if (found := cost(key)) is None else found / 1000  # noqa: E731
-    words = parameters() + 3
+    words = count_parameters() + 3
     return SecureRow(
         "own",
         ", ".join(f"{stage} {count}" for stage, count in plan.items()) or NONE,
@@ -197,8 +201,8 @@ def _row(service: JobService, job: Job, homes: Sequence[Path], plan: dict[Stage,
         len(names) if stored else 0,
         kb("sent"),
         kb("received"),
-        formula_bytes(neighbours + 1, words, bits) / 1000,
-        parameters() * 4 / 1000,
+        compute_bytes(neighbours + 1, words, bits) / 1000,
+        count_parameters() * 4 / 1000,
         cost("cpu"),
         float(event["seconds"]),
     )

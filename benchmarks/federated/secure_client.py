@@ -54,10 +54,10 @@ class Network(httpx2.BaseTransport):
         if sends and stage == Stage.UNMASK:
             seconds = {"seconds": time.monotonic() - self._began[0], "cpu": time.process_time() - self._began[1]}
             (self._folder / "cost.json").write_text(json.dumps(self._cost | seconds))
-        return httpx2.Response(answer.status_code, headers=_plain(answer.headers), content=received)
+        return httpx2.Response(answer.status_code, headers=_drop_length(answer.headers), content=received)
 
 
-def _plain(headers: httpx2.Headers) -> list[tuple[str, str]]:
+def _drop_length(headers: httpx2.Headers) -> list[tuple[str, str]]:
     return [(name, value) for name, value in headers.items() if name.lower() != "content-length"]
 
 

@@ -20,7 +20,7 @@ import numpy as np
 DIES = "collect_masked_vectors"  # the stage in which clients fail
 
 
-def client_app(config: dict[str, Any]) -> Any:
+def make_client_app(config: dict[str, Any]) -> Any:
     """Return Flower's client app with SecAgg+ and, around it, a count of each message's bytes and CPU seconds."""
     client: Any = importlib.import_module("flwr.client")
     secagg: Any = importlib.import_module("flwr.client.mod").secaggplus_mod
@@ -32,14 +32,14 @@ def client_app(config: dict[str, Any]) -> Any:
 
     def counted(message: Any, context: Any, call_next: Any) -> Any:
         node = int(context.node_config["partition-id"])
-        size = _bytes(serde, message.content)
+        size = _count_bytes(serde, message.content)
         began = time.process_time()
         stage = message.content.config_records.get("secaggplus_configs", None)
         stage_name = "" if stage is None else str(stage.get("stage", ""))
         if node < config["dying"] and stage_name == DIES:
             raise RuntimeError("this client fails before its masked vector")
         reply = call_next(message, context)
-        line = [node, stage_name, _bytes(serde, reply.content), size, time.process_time() - began]
+        line = [node, stage_name, _count_bytes(serde, reply.content), size, time.process_time() - began]
         with Path(config["costs"]).open("a") as file:
             file.write(json.dumps(line) + "\n")
         return reply
@@ -47,12 +47,12 @@ def client_app(config: dict[str, Any]) -> Any:
     return client.ClientApp(client_fn=lambda context: Adds().to_client(), mods=[counted, secagg])
 
 
-def _bytes(serde: Any, content: Any) -> int:
+def _count_bytes(serde: Any, content: Any) -> int:
     change = getattr(serde, "recorddict_to_proto", None) or serde.recordset_to_proto
     return int(change(content).ByteSize())
 
 
-def server_app(config: dict[str, Any], found: dict[str, Any]) -> Any:
+def make_server_app(config: dict[str, Any], found: dict[str, Any]) -> Any:
     """Return Flower's server app: one round with SecAgg+. `found` gets its seconds and whether the model changed."""
     server: Any = importlib.import_module("flwr.server")
     workflow: Any = importlib.import_module("flwr.server.workflow")
@@ -92,8 +92,8 @@ def main() -> None:
     config, out = json.loads(sys.argv[1]), Path(sys.argv[2])
     config["costs"], found = str(out.with_name("costs")), dict[str, Any]()
     importlib.import_module("flwr.simulation").run_simulation(
-        server_app=server_app(config, found),
-        client_app=client_app(config),
+        server_app=make_server_app(config, found),
+        client_app=make_client_app(config),
         num_supernodes=config["clients"],
         backend_config={"client_resources": {"num_cpus": 1, "num_gpus": 0.0}, "init_args": {"num_cpus": 2}},
     )

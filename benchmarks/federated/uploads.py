@@ -97,7 +97,7 @@ def bench_uploads(codings: Sequence[str], clients: int, rounds: int) -> list[Upl
     _check(codings)
     with tempfile.TemporaryDirectory(prefix="rayps-bench-") as folder, JobService(Path(folder)) as service:
         _prepare(service.folder)
-        return [_measured(service, coding, clients, rounds) for coding in codings]
+        return [_measure(service, coding, clients, rounds) for coding in codings]
 
 
 def bench_line(codings: Sequence[str], rounds: int, rate: str) -> list[LineRow]:
@@ -137,7 +137,7 @@ def line_main() -> None:
     with JobService(Path(config["folder"]), more) as service:
         _prepare(service.folder)
         rows = [
-            asdict(_line_row(service, coding, config["rounds"], config["rate"], config["client"]))
+            asdict(_measure_line(service, coding, config["rounds"], config["rate"], config["client"]))
             for coding in config["codings"]
         ]
     sys.stdout.write(json.dumps(rows) + "\n")
@@ -172,7 +172,7 @@ def _submit(service: JobService, coding: str, clients: int, rounds: int) -> tupl
     return job, str(service.user.call("POST", "/api/v1/client-tokens", json={"job": job.id})["token"])
 
 
-def _measured(service: JobService, coding: str, clients: int, rounds: int) -> UploadRow:
+def _measure(service: JobService, coding: str, clients: int, rounds: int) -> UploadRow:
     job, token = _submit(service, coding, clients, rounds)
     meters, running = [CountedBytes() for _ in range(clients)], list[threading.Thread]()
     for k, meter in enumerate(meters):
@@ -200,7 +200,7 @@ def _measured(service: JobService, coding: str, clients: int, rounds: int) -> Up
     )
 
 
-def _line_row(service: JobService, coding: str, rounds: int, rate: str, enter: list[str]) -> LineRow:
+def _measure_line(service: JobService, coding: str, rounds: int, rate: str, enter: list[str]) -> LineRow:
     job, token = _submit(service, coding, 1, rounds)
     home = service.folder / "homes" / job.id
     command = [*enter, sys.executable, "-m", "rayps_client", f"{service.folder / _TARGET}", "--url", service.url]

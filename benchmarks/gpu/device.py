@@ -63,20 +63,20 @@ def bench_device(batches: Sequence[int] = (1, 32, 128), *, repeats: int = 9) -> 
         layer = make()
         for batch in batches:
             x = torch.randn(batch, *shape)
-            cpu = _step(layer.to("cpu"), x, repeats)
-            there = _step(layer.to(gpu), x.to(gpu), repeats) if gpu else None
-            copy = _median(partial(x.to, "cuda"), repeats) if gpu else None
+            cpu = _time_step(layer.to("cpu"), x, repeats)
+            there = _time_step(layer.to(gpu), x.to(gpu), repeats) if gpu else None
+            copy = _time_median(partial(x.to, "cuda"), repeats) if gpu else None
             count = sum(p.numel() for p in layer.parameters())
             rows.append(DeviceRow(name, batch, count, cpu, there, cpu / there if there else None, copy))
     return rows
 
 
-def devices_here() -> list[str]:
+def list_devices() -> list[str]:
     """Return the kinds of devices that this machine has."""
     return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 
 
-def _step(layer: nn.Module, x: Tensor, repeats: int) -> float:
+def _time_step(layer: nn.Module, x: Tensor, repeats: int) -> float:
     x = x.clone().requires_grad_()
 
     def step() -> None:
@@ -84,10 +84,10 @@ def _step(layer: nn.Module, x: Tensor, repeats: int) -> float:
         found: Tensor = layer(x)
         found.sum().backward()  # type: ignore[no-untyped-call]
 
-    return _median(step, repeats)
+    return _time_median(step, repeats)
 
 
-def _median(work: Callable[[], object], repeats: int) -> float:
+def _time_median(work: Callable[[], object], repeats: int) -> float:
     times = []
     for turn in range(repeats + 2):
         _wait()
@@ -122,7 +122,7 @@ def bench_parts(
     unknown = [name for name in what if name not in PARTS]
     if unknown:
         raise ConfigError(f"there is no part {unknown[0]!r}: use some of {', '.join(PARTS)}", field="what")
-    places = devices or devices_here()
+    places = devices or list_devices()
     measure: dict[str, Callable[[], Sequence[BenchRow]]] = {
         "layers": lambda: bench_device(batches, repeats=repeats),
         "sum": lambda: [

@@ -97,7 +97,7 @@ class SumRank:
         resident = vector == "resident"
         x = self._resident if resident else self._plain
         adds = self._time(self._adds) if self._name == "staging" else 0.0
-        return self._time(lambda: self._sum(x, resident)), self._time(lambda: self._copies(vector)), adds
+        return self._time(lambda: self._sum(x, resident)), self._time(lambda: self._copy_both_ways(vector)), adds
 
     def _sum(self, x: Tensor, resident: bool) -> Tensor:
         return self._ring.total(x) if resident else self._ring.sum(x)
@@ -111,7 +111,7 @@ class SumRank:
         self._device.current().wait()
         return time.perf_counter() - start
 
-    def _copies(self, vector: str) -> None:
+    def _copy_both_ways(self, vector: str) -> None:
         n, ranks = self._plain.numel(), self._ring.size
         if self._name == "staging":
             down, up = self._streams
@@ -163,7 +163,7 @@ def bench_device_sums(
     for count in workers:
         for name in names:
             if name == "nccl" and kind == "cuda" and torch.cuda.device_count() < count:
-                rows += [_failed(device, name, count, each, f"NCCL needs {count} GPUs") for each in SUMS]
+                rows += [_make_failed_row(device, name, count, each, f"NCCL needs {count} GPUs") for each in SUMS]
             else:
                 rows += _measure(device, name, count, int(1e6 * megabytes), seconds / len(workers) / len(names))
     return rows
@@ -179,33 +179,33 @@ def _measure(
             # each rank has a GPU of its own for NCCL; otherwise all share the first one
             place = f"{device}:{rank}" if transport == "nccl" and Device.of(device).kind == "cuda" else device
             actors.append(PlainActor(SumRank, rank, secret, place))
-        addresses = _all(actors, "address")
-        _all(actors, "form", addresses, transport, size // 4)
-        return [_row(device, name, workers, vector, size, actors, seconds / len(SUMS)) for vector in SUMS]
+        addresses = _call_all(actors, "address")
+        _call_all(actors, "form", addresses, transport, size // 4)
+        return [_make_row(device, name, workers, vector, size, actors, seconds / len(SUMS)) for vector in SUMS]
     except Exception as error:
-        return [_failed(device, name, workers, vector, first_line(error)[:200]) for vector in SUMS]
+        return [_make_failed_row(device, name, workers, vector, first_line(error)[:200]) for vector in SUMS]
     finally:
         for actor in actors:
             actor.kill()
 
 
-def _row(
+def _make_row(
     device: str, name: str, workers: int, vector: str, size: int, actors: Sequence[PlainActor], seconds: float
 ) -> DeviceSumRow:
     turns: list[tuple[float, float, float]] = []
-    _all(actors, "turn", vector)  # warm-up: new pages, new memory of the device
+    _call_all(actors, "turn", vector)  # warm-up: new pages, new memory of the device
     end = time.monotonic() + seconds
     while len(turns) < 3 or (time.monotonic() < end and len(turns) < _MOST_TURNS):
-        found = _all(actors, "turn", vector)
+        found = _call_all(actors, "turn", vector)
         turns.append((max(each[0] for each in found), max(each[1] for each in found), max(each[2] for each in found)))
     ms, copies, adds = (1000 * statistics.median(each) for each in zip(*turns, strict=True))
     return DeviceSumRow(device, name, workers, vector, size, len(turns), ms, copies, ms / copies, adds or None)
 
 
-def _failed(device: str, name: str, workers: int, vector: str, error: str) -> DeviceSumRow:
+def _make_failed_row(device: str, name: str, workers: int, vector: str, error: str) -> DeviceSumRow:
     return DeviceSumRow(device, name, workers, vector, 0, 0, None, None, None, None, error)
 
 
-def _all(actors: Sequence[PlainActor], method: str, *args: object) -> list[Any]:
+def _call_all(actors: Sequence[PlainActor], method: str, *args: object) -> list[Any]:
     calls = [actor.call(method, *args) for actor in actors]
     return [call.result(_START_SECONDS) for call in calls]

@@ -25,7 +25,7 @@ from rayps.ps.client.client import GroupServer
 from rayps.ps.client.connections import take_rank
 from rayps.ps.client.device_server import DeviceServer
 from rayps.ps.client.session import Session
-from rayps.ps.protocol.rows import cuts
+from rayps.ps.protocol.rows import cut_shards
 from rayps.ps.protocol.segment_map import StaticMap
 from rayps.ps.protocol.space import Space
 from rayps.ps.server.shard_actor import ShardActor, ShardPlan
@@ -114,14 +114,14 @@ def bench_device_server(
         try:
             work: _Transfers = _OnCpu(server, model) if place is None else _OnDevice(server, place, model)
             try:
-                return _measured(work, device, servers, shards, 4 * server.size, repeats)
+                return _measure(work, device, servers, shards, 4 * server.size, repeats)
             finally:
                 work.close()
         finally:
             server.close()
 
 
-def _measured(
+def _measure(
     work: _Transfers, device: str, servers: str, shards: int, size: int, repeats: int
 ) -> list[ServerTransferRow]:
     def row(
@@ -136,7 +136,7 @@ def _measured(
     pushed = measure_median(lambda: left.append(1000 * work.push()), repeats)
     pulled = measure_median(work.pull, repeats)
     turn = measure_median(work.turn, repeats)
-    x = _sized(work, HIDES * turn)
+    x = _make_sized_input(work, HIDES * turn)
     compute = measure_median(lambda: work.compute(x), repeats)
     step = measure_median(lambda: work.step(x), repeats)
     return [
@@ -151,7 +151,7 @@ def _measured(
     ]
 
 
-def _sized(work: _Transfers, ms: float) -> Tensor:
+def _make_sized_input(work: _Transfers, ms: float) -> Tensor:
     """Return an input with so many rows that `compute` takes about `ms` milliseconds."""
     rows = 16
     while True:
@@ -275,7 +275,7 @@ class _OnCpu:
         self._flat.collect_grad()
 
 
-def _sgd(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+def _make_sgd(params: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=1e-6)
 
 
@@ -285,14 +285,14 @@ class _Servers:
     def __init__(self, model: nn.Module, shards: int, device: str) -> None:
         flat = FlatModel(model)
         self._layout, self._start = flat.layout, flat.vector.detach().cpu()
-        ranges = tuple(cuts(self._layout, shards))
+        ranges = tuple(cut_shards(self._layout, shards))
         self._space = Space("bench", 1, 1, ParameterServer(shards=shards), self._layout, ranges)
         self._secret, self._device = secrets.token_bytes(32), device
         self._actors: list[PlainActor] = []
 
     def __enter__(self) -> _Servers:
         make = functools.partial(ShardActor, threads=1, device=self._device)
-        self._actors = [PlainActor(make, i, self._secret, pack(_sgd)) for i in range(len(self._space.cuts))]
+        self._actors = [PlainActor(make, i, self._secret, pack(_make_sgd)) for i in range(len(self._space.cuts))]
         snapshot = Snapshot(self._layout, self._start, positions=[0])
         try:
             begun = [actor.call("begin", ShardPlan(self._space, i), snapshot) for i, actor in enumerate(self._actors)]

@@ -121,8 +121,8 @@ def bench_device_step(
     work = Transformer(size or SIZES[there.kind], fused=there.kind == "cuda")
     count = sum(p.numel() for p in work.model().parameters())
     makers: dict[str, Callable[[], Callable[[int], None]]] = {
-        "torch": lambda: _plain(work, there),
-        "own": lambda: _own(work, there),
+        "torch": lambda: _make_plain_steps(work, there),
+        "own": lambda: _make_own_steps(work, there),
     }
     turns: dict[str, list[float]] = {name: [] for name in makers}
     errors: dict[str, str] = {}
@@ -154,10 +154,10 @@ def bench_device_step(
     ]
 
 
-def _plain(work: Transformer, device: Device) -> Callable[[int], None]:
+def _make_plain_steps(work: Transformer, device: Device) -> Callable[[int], None]:
     model = work.model().to(device.place)
     optimizer = work.optimizer(list(model.parameters()))
-    batches = _endless(work)
+    batches = _yield_endlessly(work)
 
     def turn(steps: int) -> None:
         for _ in range(steps):
@@ -172,19 +172,19 @@ def _plain(work: Transformer, device: Device) -> Callable[[int], None]:
     return turn
 
 
-def _endless(work: Workload) -> Iterator[Batch]:
+def _yield_endlessly(work: Workload) -> Iterator[Batch]:
     rows = work.data()
     while True:
         yield from rows.batches(rank=0, size=1, seed=0, epoch=0)
 
 
-def _own(work: Transformer, device: Device) -> Callable[[int], None]:
+def _make_own_steps(work: Transformer, device: Device) -> Callable[[int], None]:
     with Listener("worker-0", _SECRET, 0) as listener:
         ring = Ring.form(0, [listener.address], listener, secret=_SECRET, generation=0, timeout=60.0, device=device)
-    return worker_steps(work, ring, device.kind)[1]
+    return make_worker_steps(work, ring, device.kind)[1]
 
 
-def worker_steps(work: Workload, ring: Ring, device: str) -> tuple[SyncGradients, Callable[[int], None]]:
+def make_worker_steps(work: Workload, ring: Ring, device: str) -> tuple[SyncGradients, Callable[[int], None]]:
     """Build the worker of AllReduce over a ring; return its loop, and a function that makes a number of steps."""
     loop = worker_loop(work, ring, device=device)
 

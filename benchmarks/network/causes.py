@@ -32,11 +32,11 @@ from torch import Tensor, nn
 from benchmarks.network.host_cluster import HostCluster
 from rayps.bench.netns import Hosts
 from rayps.bench.table import BenchRow, Opt
-from rayps.cli.report_page import page
+from rayps.cli.report_page import write_page
 from rayps.core.job.job_status import Status
 from rayps.core.time.goodput import JobTime
 from rayps.core.time.time_report import report_of
-from rayps.core.time.time_verdict import TimeVerdict, verdict
+from rayps.core.time.time_verdict import TimeVerdict, reach_verdict
 from rayps.data.base import Batch, Data
 from rayps.runtime.driver.driver import Driver
 from rayps.runtime.driver.workload_job import WorkloadJob
@@ -208,7 +208,7 @@ def bench_causes(
                 if html is not None:
                     html.mkdir(parents=True, exist_ok=True)
                     name = f"{scene}-{strategy.partition(':')[0]}"
-                    (html / f"{name}.html").write_text(page(report_of(times, name)), encoding="utf-8")
+                    (html / f"{name}.html").write_text(write_page(report_of(times, name)), encoding="utf-8")
     return found
 
 
@@ -237,19 +237,19 @@ def _measure(scene: str, strategy: str, work: SlowedWork, workers: int, rounds: 
         stack.callback(cluster.close)
         driver = Driver(WorkloadJob(work, spec, Journal(), phases=phases, capture=False))
         if scene == "cpu":
-            stack.enter_context(_burners(cores[SLOW][0], lambda: driver.status is Status.RUNNING))
+            stack.enter_context(_burn_core(cores[SLOW][0], lambda: driver.status is Status.RUNNING))
         elif scene == "disk":
-            stack.enter_context(_slow_disk(cluster, work.path))
+            stack.enter_context(_slow_down_disk(cluster, work.path))
         began = time.monotonic()
         outcome = driver.run(cluster)
         seconds = time.monotonic() - began
     if outcome.status is not Status.SUCCEEDED:
         raise TrainingError(f"the job of the scene {scene} has failed: {outcome.message}")
     time_of_job = driver.job_time()
-    return _row(scene, strategy, time_of_job, verdict(time_of_job), seconds), time_of_job
+    return _make_row(scene, strategy, time_of_job, reach_verdict(time_of_job), seconds), time_of_job
 
 
-def _row(scene: str, strategy: str, time_of_job: JobTime, result: TimeVerdict, seconds: float) -> CauseRow:
+def _make_row(scene: str, strategy: str, time_of_job: JobTime, result: TimeVerdict, seconds: float) -> CauseRow:
     expected = SCENES[scene]
     right = result.cause in expected and result.guilty == (f"worker-{SLOW}",)
     off = max(abs(each.counted - each.wall) / each.wall for each in time_of_job.members)
@@ -268,7 +268,7 @@ def _row(scene: str, strategy: str, time_of_job: JobTime, result: TimeVerdict, s
 
 
 @contextlib.contextmanager
-def _burners(core: int, begun: Callable[[], bool]) -> Iterator[None]:
+def _burn_core(core: int, begun: Callable[[], bool]) -> Iterator[None]:
     """Run programs that use a core, from when `begun()` returns True until the end of the block."""
     code = f"import os; os.sched_setaffinity(0, [{core}])\nwhile os.getppid() == {os.getpid()}:\n  sum(range(100000))"
     running: list[subprocess.Popen[bytes]] = []
@@ -293,7 +293,7 @@ def _burners(core: int, begun: Callable[[], bool]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _slow_disk(cluster: HostCluster, path: Path) -> Iterator[None]:
+def _slow_down_disk(cluster: HostCluster, path: Path) -> Iterator[None]:
     """Limit how fast the process of the slow worker reads from the disk of `path`. Raises ClusterError if it cannot."""
     device = path.stat().st_dev
     group = _BLKIO / f"rayps-causes-{os.getpid()}"

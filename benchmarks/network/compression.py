@@ -22,7 +22,7 @@ from rayps.bench.netns import Hosts
 from rayps.bench.parallel_calls import call_all
 from rayps.bench.table import BenchRow, Opt, read_size
 from rayps.comm.ring import Ring
-from rayps.comm.ring.compressed_mean import CompressedRing, compressed
+from rayps.comm.ring.compressed_mean import CompressedRing, choose_compressed_ring
 from rayps.core.strategy.compression import compression_of
 from rayps.tensors.flat import Gradient
 
@@ -62,7 +62,9 @@ class CompressionRank(HostRank):
         assert ring is not None, "call form() first"
         gradient = Gradient(ring.buffer(max(1, size // 4) + 1), samples=32)
         ways: dict[str, tuple[Ring | CompressedRing, JsonObject]] = {
-            name: (ring, {"compression": OFF, "message": "given"}) if name == OFF else compressed(ring, name, gradient)
+            name: (ring, {"compression": OFF, "message": "given"})
+            if name == OFF
+            else choose_compressed_ring(ring, name, gradient)
             for name in names
         }
         found: dict[str, tuple[list[float], float, JsonObject]] = {}

@@ -20,7 +20,7 @@ import torch
 from rayps_client.errors import ConfigError
 
 from benchmarks.network.shards import HostShard, HostWorker
-from benchmarks.picture import Chart, ChartLine, page
+from benchmarks.picture import Chart, ChartLine, draw_page
 from rayps.bench.hosts import HostRank
 from rayps.bench.netns import Hosts, NamespaceActor, bits
 from rayps.bench.parallel_calls import call_all
@@ -64,7 +64,7 @@ class Law:
     line: float  # bytes that the busiest link carries one after another
 
 
-def textbook(way: str, workers: int, size: float, shards: int = 0) -> Law:
+def compute_law(way: str, workers: int, size: float, shards: int = 0) -> Law:
     """Return the bytes of one turn with a vector of `size` bytes, by the textbook formulas.
 
     `way` is an algorithm of a ring, for which a turn is an all-reduce, or "server", for which a turn is a push and a
@@ -167,7 +167,7 @@ class _Bench:
             found = call_all(ranks, "measure", self._size, [name], self._repeats, timeout=_TURN_SECONDS)
             left = [(b - a) / self._repeats for a, b in zip(before, self._sent(), strict=True)]
             seconds = statistics.median(map(max, zip(*(rank[name] for rank in found), strict=True)))
-            rows.append(self._row(name, workers, 0, slow, max(left), sum(left), seconds))
+            rows.append(self._make_row(name, workers, 0, slow, max(left), sum(left), seconds))
         if slow:
             self._hosts.shape(workers - 1, self._rate)
         return rows
@@ -178,7 +178,7 @@ class _Bench:
         with ServerGroup(
             torch.zeros(self._size // 4),
             shards=shards,
-            optimizer=_sgd,
+            optimizer=_make_sgd,
             staleness=None,
             workers=workers,
             cluster=where,  # type: ignore[arg-type]
@@ -190,15 +190,15 @@ class _Bench:
             call_all(ranks, "worker", "leave", timeout=_START_SECONDS)
         seconds = statistics.median(max(end for _, end in turn) - min(begin for begin, _ in turn) for turn in turns)
         busiest = max(left[len(self._workers) :])
-        return self._row("server", workers, shards, "", busiest, sum(left), seconds)
+        return self._make_row("server", workers, shards, "", busiest, sum(left), seconds)
 
     def _sent(self) -> list[int]:
         return [self._hosts.sent(host) for host in range(len(self._hosts.addresses))]
 
-    def _row(
+    def _make_row(
         self, way: str, workers: int, shards: int, slow: str, busiest: float, total: float, seconds: float
     ) -> LawRow:
-        law = textbook(way, workers, self._size, shards)
+        law = compute_law(way, workers, self._size, shards)
         expected = law.line / (bits(slow or self._rate) / 8)
         return LawRow(
             way,
@@ -248,7 +248,7 @@ def bench_laws(
             "give at least 2 workers, 1 shard and 1 repeat"
         )
     for name in algorithms:
-        textbook(name, 2, size)
+        compute_law(name, 2, size)
     bits(slow_link or rate)
     most, servers = max(workers), max(shards, default=0)
     rows: list[LawRow] = []
@@ -303,8 +303,8 @@ def draw(rows: Sequence[LawRow]) -> str:
                 lines([*alike, *slow], slow_name, "seconds", 1),
             )
         )
-    return page(charts)
+    return draw_page(charts)
 
 
-def _sgd(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+def _make_sgd(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.01)

@@ -22,7 +22,14 @@ import torch.distributed as dist
 from rayps_client.errors import ConfigError
 from torch import nn
 
-from benchmarks.network.overlap_bound import StepTimes, bound, hidden, line_seconds, scaled, slowest
+from benchmarks.network.overlap_bound import (
+    StepTimes,
+    compute_bound,
+    compute_hidden,
+    compute_line_seconds,
+    find_slowest,
+    scale_rows,
+)
 from benchmarks.network.paced import LAYERS, NO_BATCH, MatmulWork, PacedWork, SleepWork, width_of
 from rayps.bench.contender import plain_steps
 from rayps.bench.netns import Hosts, bits
@@ -127,9 +134,9 @@ class OverlapRank:
                 model = nn.parallel.DistributedDataParallel(made.model(), bucket_cap_mb=size_mib)
                 self._turns[contender] = plain_steps(made, model)
             elif name == "alone":
-                self._turns[contender] = _timed_steps(made)
+                self._turns[contender] = _make_timed_steps(made)
             else:
-                self._turns[contender] = _sums(width, self._ring if name == "own_line" else None)
+                self._turns[contender] = _make_sums(width, self._ring if name == "own_line" else None)
         return found
 
     def turn(self, contender: tuple[str, str], steps: int) -> dict[str, Any]:
@@ -145,7 +152,7 @@ class OverlapRank:
         dist.destroy_process_group()
 
 
-def _timed_steps(work: PacedWork) -> Callable[[int], dict[str, Any]]:
+def _make_timed_steps(work: PacedWork) -> Callable[[int], dict[str, Any]]:
     """Return a plain training loop, which measures when backward starts and ends, and when each gradient is ready."""
     model = work.model()
     params = list(model.parameters())
@@ -177,7 +184,7 @@ def _timed_steps(work: PacedWork) -> Callable[[int], dict[str, Any]]:
     return turn
 
 
-def _sums(width: int, ring: Ring | None) -> Callable[[int], dict[str, Any]]:
+def _make_sums(width: int, ring: Ring | None) -> Callable[[int], dict[str, Any]]:
     """Return a function that sums the whole gradient over the ring, or over gloo if `ring` is None."""
     x = torch.zeros(LAYERS * width * width)
 
@@ -223,7 +230,7 @@ def bench_overlap(
     _check(hosts, compute, size, buckets)
     secret, load, width = secrets.token_bytes(32), os.getloadavg()[0], width_of(size)
     size = 4 * LAYERS * width * width
-    line = line_seconds(size, hosts, bits(rate))
+    line = compute_line_seconds(size, hosts, bits(rate))
     contenders = [("alone", ""), ("own_line", ""), ("gloo_line", "")]
     contenders += [("own", bucket) for bucket in buckets] + [("ddp", bucket) for bucket in buckets if bucket != "0"]
     turns: dict[tuple[str, str], list[dict[str, Any]]] = {contender: [] for contender in contenders}
@@ -240,7 +247,9 @@ def bench_overlap(
         if compute == "torch":
             amount = _FIRST_ROWS
             for _ in range(_CALIBRATIONS):
-                amount = scaled(int(amount), max(call_all(actors, "calibrate", width, amount, timeout=timeout)), line)
+                amount = scale_rows(
+                    int(amount), max(call_all(actors, "calibrate", width, amount, timeout=timeout)), line
+                )
         cuts = call_all(actors, "prepare", (compute, width, amount), contenders, timeout=timeout)[0]
         for turn in range(repeats + 1):
             first = turn % len(contenders)
@@ -249,10 +258,10 @@ def bench_overlap(
                 if turn:  # turn 0 is the warm-up: it touches new pages and learns the order of gradients in backward
                     worst = max(parts, key=lambda part: part["step"])
                     if contender[0] == "alone":
-                        worst = worst | {"timeline": slowest([part["timeline"] for part in parts])}
+                        worst = worst | {"timeline": find_slowest([part["timeline"] for part in parts])}
                     turns[contender].append(worst)
         call_all(actors, "close", timeout=timeout)
-    return _rows(turns, cuts, (compute, size, rate), line, load)
+    return _make_rows(turns, cuts, (compute, size, rate), line, load)
 
 
 def _check(hosts: int, compute: str, size: int, buckets: Sequence[str]) -> None:
@@ -274,7 +283,7 @@ def _check(hosts: int, compute: str, size: int, buckets: Sequence[str]) -> None:
             )
 
 
-def _rows(
+def _make_rows(
     turns: dict[tuple[str, str], list[dict[str, Any]]],
     cuts: dict[str, list[list[int]]],
     given: tuple[str, int, str],
@@ -292,7 +301,7 @@ def _rows(
         if name == "own":
             members = cuts[bucket]
             lines = [line * len(some) / LAYERS for some in members]
-            least = 1000 * bound(timeline, members, lines, early=bucket != "0")
+            least = 1000 * compute_bound(timeline, members, lines, early=bucket != "0")
         trains = name in ("own", "ddp")
         rows.append(
             OverlapRow(
@@ -308,7 +317,7 @@ def _rows(
                 line=1000 * line,
                 bound=least,
                 of_bound=None if least is None else least / step,
-                hidden=hidden(step, steps["alone", ""], 1000 * line) if trains else None,
+                hidden=compute_hidden(step, steps["alone", ""], 1000 * line) if trains else None,
                 times_ddp=ddp / step if ddp is not None and trains else None,
                 cpu=statistics.median(turn["cpu"] for turn in turns[name, bucket]),
                 load=load,

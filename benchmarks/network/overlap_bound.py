@@ -16,7 +16,7 @@ from dataclasses import dataclass
 PAYLOAD_BYTES, FRAME_BYTES = 1448, 1514  # of a full TCP packet on Ethernet: 20 + 32 bytes of IP and TCP, 14 of Ethernet
 
 
-def line_seconds(size: float, hosts: int, rate: float) -> float:
+def compute_line_seconds(size: float, hosts: int, rate: float) -> float:
     """Return the least seconds for an all-reduce of `size` bytes on links of `rate` bits per second.
 
     Each host sends 2(H-1)/H of the bytes, in packets with headers.
@@ -38,14 +38,16 @@ class StepTimes:
         return self.step - self.backward[1]
 
 
-def slowest(steps: Sequence[StepTimes]) -> StepTimes:
+def find_slowest(steps: Sequence[StepTimes]) -> StepTimes:
     """Return the times at which everything has happened on all ranks."""
     ready = tuple(max(times) for times in zip(*(each.ready for each in steps), strict=True))
     starts, ends = zip(*(each.backward for each in steps), strict=True)
     return StepTimes(ready, (max(starts), max(ends)), max(each.step for each in steps))
 
 
-def bound(times: StepTimes, buckets: Sequence[Sequence[int]], lines: Sequence[float], *, early: bool = True) -> float:
+def compute_bound(
+    times: StepTimes, buckets: Sequence[Sequence[int]], lines: Sequence[float], *, early: bool = True
+) -> float:
     """Return the least seconds of a step.
 
     `buckets` are the indices of each bucket's parameters, in the order of sending; `lines` are the seconds for which
@@ -58,11 +60,11 @@ def bound(times: StepTimes, buckets: Sequence[Sequence[int]], lines: Sequence[fl
     return max(end, times.backward[1]) + times.after
 
 
-def hidden(step: float, alone: float, line: float) -> float:
+def compute_hidden(step: float, alone: float, line: float) -> float:
     """Return the share of the line's time that does not lengthen the step: 1 if the step takes `alone` seconds."""
     return min(1.0, max(0.0, 1 - (step - alone) / line))
 
 
-def scaled(rows: int, seconds: float, wanted: float) -> int:
+def scale_rows(rows: int, seconds: float, wanted: float) -> int:
     """Return the number of rows whose backward takes `wanted` seconds, if `rows` rows took `seconds`. At least 1."""
     return max(1, round(rows * wanted / seconds))

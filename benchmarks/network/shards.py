@@ -60,8 +60,8 @@ class HostShard(ShardActor):
         super().__init__(index, secret, factory, threads=1, host=address)
         warm = torch.nn.Parameter(torch.zeros(1))
         warm.grad = torch.ones(1)
-        _sgd([warm]).step()  # loads the optimizer's modules, which do not count as the parameters' memory
-        self._before = _resident()
+        _make_sgd([warm]).step()  # loads the optimizer's modules, which do not count as the parameters' memory
+        self._before = _measure_resident()
 
     def begin(self, plan: ShardPlan, snapshot: bytes | Snapshot) -> None:
         """Start the shard. The snapshot may be pickled bytes, because a pipe would send its tensors as descriptors."""
@@ -69,7 +69,7 @@ class HostShard(ShardActor):
 
     def memory(self) -> float:
         """Return the bytes of memory that the process has gained since the shard was made."""
-        return _resident() - self._before
+        return _measure_resident() - self._before
 
 
 class HostWorker:
@@ -161,7 +161,7 @@ def _with_shards(count: int, rate: str, size: int, workers: int, repeats: int, w
         with ServerGroup(
             torch.zeros(size // 4),
             shards=count,
-            optimizer=_sgd,
+            optimizer=_make_sgd,
             staleness=None,
             workers=workers,
             cluster=where,  # type: ignore[arg-type]
@@ -177,7 +177,7 @@ def _with_shards(count: int, rate: str, size: int, workers: int, repeats: int, w
     return statistics.median(spans), memory
 
 
-def _resident() -> float:
+def _measure_resident() -> float:
     """Return this process's private memory in bytes, after freed memory was returned to the system."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
@@ -185,5 +185,5 @@ def _resident() -> float:
     return 1024.0 * sum(int(line.split()[1]) for line in lines if line.startswith(("Pss_Anon:", "Pss_Shmem:")))
 
 
-def _sgd(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+def _make_sgd(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.01)

@@ -25,7 +25,7 @@ from rayps.bench.parallel_calls import call_all
 from rayps.bench.table import BenchRow, Opt
 from rayps.cluster.local import Cluster
 from rayps.comm.ring import Ring
-from rayps.core.pipeline.schedule import table
+from rayps.core.pipeline.schedule import make_table
 from rayps.data.base import Nested
 from rayps.parallel.pipeline import cut
 from rayps.parallel.pipeline.engine import PipelineEngine
@@ -67,10 +67,10 @@ class PipelineBench:
         torch.set_num_threads(1)
         self._rank, self._stages, self._micros, self._schedule = rank, stages, micros, schedule
         self._chunks = 2 if schedule == "interleaved" else 1
-        self._layers = _layers(width, stages * self._chunks)
+        self._layers = _make_layers(width, stages * self._chunks)
         generator = torch.Generator().manual_seed(1)
         self._x, self._y = (torch.randn(batch, width, generator=generator) for _ in range(2))
-        self._steps: dict[str, Step] = {"alone": self._alone}
+        self._steps: dict[str, Step] = {"alone": self._compute_alone}
         self._ring: Ring | None = None
 
     def port(self) -> int:
@@ -82,9 +82,9 @@ class PipelineBench:
         """Make the stage and the connections of each contender."""
         self._ring = Ring.join(name, self._rank, self._stages)
         if "own" in contenders:
-            self._steps["own"] = self._own(self._ring)
+            self._steps["own"] = self._make_own_step(self._ring)
         if "torch" in contenders:
-            self._steps["torch"] = self._torch(port)
+            self._steps["torch"] = self._make_torch_step(port)
 
     def turn(self, contender: str, steps: int) -> float:
         """Make `steps` steps of one contender, each after a barrier; return milliseconds per step."""
@@ -106,32 +106,39 @@ class PipelineBench:
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def _alone(self) -> None:
+    def _compute_alone(self) -> None:
         """Compute all layers and micro-batches in this process, if this is the first rank."""
         if self._rank:
             return
         for x, y in zip(self._x.chunk(self._micros), self._y.chunk(self._micros), strict=True):
-            (_loss(nn.Sequential(*self._layers)(x), y) / self._micros).backward()  # type: ignore[no-untyped-call]
+            (_compute_loss(nn.Sequential(*self._layers)(x), y) / self._micros).backward()  # type: ignore[no-untyped-call]
 
-    def _own(self, ring: Ring) -> Step:
+    def _make_own_step(self, ring: Ring) -> Step:
         layers = [cut.Layer(str(i), layer) for i, layer in enumerate(self._layers)]
-        actions = table(self._schedule, self._stages, self._micros, self._chunks)[self._rank]
+        actions = make_table(self._schedule, self._stages, self._micros, self._chunks)[self._rank]
         engine = PipelineEngine(layers, range(1, len(layers)), actions, ring)
         xs, ys = self._x.chunk(self._micros), self._y.chunk(self._micros)
         weights, count = [1 / self._micros] * self._micros, iter(range(1 << 62))
-        return lambda: _nothing(
-            engine.backward(next(count), weights, lambda i: ((xs[i],), {}), lambda i, out: _loss(_tensor(out), ys[i]))
+        return lambda: _discard(
+            engine.backward(
+                next(count),
+                weights,
+                lambda i: ((xs[i],), {}),
+                lambda i, out: _compute_loss(_require_tensor(out), ys[i]),
+            )
         )
 
-    def _torch(self, port: int) -> Step:
+    def _make_torch_step(self, port: int) -> Step:
         store = self._store if self._rank == 0 else dist.TCPStore("127.0.0.1", port, self._stages)  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=store, rank=self._rank, world_size=self._stages)
         numbers = range(self._rank, len(self._layers), self._stages)
         stages = [pipelining.PipelineStage(self._layers[i], i, len(self._layers), torch.device("cpu")) for i in numbers]
-        schedule: Any = _TORCH[self._schedule](stages if self._chunks > 1 else stages[0], self._micros, loss_fn=_loss)
+        schedule: Any = _TORCH[self._schedule](
+            stages if self._chunks > 1 else stages[0], self._micros, loss_fn=_compute_loss
+        )
         given = (self._x,) if self._rank == 0 else ()
         target = {"target": self._y} if self._rank == self._stages - 1 else {}
-        return lambda: _nothing(schedule.step(*given, **target))
+        return lambda: _discard(schedule.step(*given, **target))
 
 
 def bench_pipeline(
@@ -211,19 +218,19 @@ def _measure(
     return {each: statistics.median(turns) for each, turns in found.items()}
 
 
-def _layers(width: int, parts: int) -> list[nn.Module]:
+def _make_layers(width: int, parts: int) -> list[nn.Module]:
     torch.manual_seed(0)
     return [nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(3))) for _ in range(parts)]
 
 
-def _loss(output: Tensor, target: Tensor) -> Tensor:
+def _compute_loss(output: Tensor, target: Tensor) -> Tensor:
     return nn.functional.mse_loss(output, target)
 
 
-def _tensor(output: Nested) -> Tensor:
+def _require_tensor(output: Nested) -> Tensor:
     assert isinstance(output, Tensor)
     return output
 
 
-def _nothing(_: Any) -> None:
+def _discard(_: Any) -> None:
     """Discard a step's result."""

@@ -75,7 +75,7 @@ class TensorBench:
         assert self._ring is not None
         self._x = torch.randn(batch, width, generator=torch.Generator().manual_seed(1))
         for name in contenders:
-            net = _pair(width)
+            net = _make_pair(width)
             if name == "own":
                 net = split(net, plan(net, self._size), self._rank, self._size, TensorCommunicator(self._ring))
             elif name == "dtensor" and self._mesh is not None:
@@ -135,8 +135,10 @@ def bench_tensor(
         call_all(actors, "connect", name, names, port, timeout=timeout)
         for width in widths:
             call_all(actors, "prepare", names, width, batch, timeout=timeout)
-            medians = _turns(lambda each: max(call_all(actors, "turn", each, steps, timeout=timeout)), names, repeats)
-            rows += _rows(medians, workers, width, batch)
+            medians = _take_turns(
+                lambda each: max(call_all(actors, "turn", each, steps, timeout=timeout)), names, repeats
+            )
+            rows += _make_rows(medians, workers, width, batch)
         call_all(actors, "close", timeout=timeout)
     finally:
         for actor in actors:
@@ -144,7 +146,7 @@ def bench_tensor(
     return rows
 
 
-def _turns(turn: Callable[[str], float], names: list[str], repeats: int) -> dict[str, float]:
+def _take_turns(turn: Callable[[str], float], names: list[str], repeats: int) -> dict[str, float]:
     found: dict[str, list[float]] = {each: [] for each in names}
     for number in range(repeats + 1):
         for each in names[number % len(names) :] + names[: number % len(names)]:
@@ -154,7 +156,7 @@ def _turns(turn: Callable[[str], float], names: list[str], repeats: int) -> dict
     return {each: statistics.median(times) for each, times in found.items()}
 
 
-def _rows(medians: dict[str, float], workers: int, width: int, batch: int) -> list[TensorRow]:
+def _make_rows(medians: dict[str, float], workers: int, width: int, batch: int) -> list[TensorRow]:
     theirs, alone = medians.get("dtensor"), medians.get("alone")
     return [
         TensorRow(name, workers, width, batch, step, theirs / step if theirs else None, alone / step if alone else None)
@@ -162,6 +164,6 @@ def _rows(medians: dict[str, float], workers: int, width: int, batch: int) -> li
     ]
 
 
-def _pair(width: int) -> nn.Module:
+def _make_pair(width: int) -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(width, 4 * width), nn.ReLU(), nn.Linear(4 * width, width))

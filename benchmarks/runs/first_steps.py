@@ -60,7 +60,7 @@ def record(folder: Path) -> None:
             file.write(f"{now!r}\n")
 
 
-def first_times(folder: Path, workers: int) -> tuple[float, float] | None:
+def read_first_times(folder: Path, workers: int) -> tuple[float, float] | None:
     """Return the times at which the last of the workers called its first loss, and its second, or None if too early."""
     found = [[float(line) for line in path.read_text().split()] for path in folder.iterdir()]
     if len(found) != workers or any(len(times) < _RECORDED for times in found):

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from rayps.service.processes import command, descendants
+from rayps.service.processes import list_descendants, read_command
 
 _SHARED = Path("/dev/shm")
 _LISTENS = "0A"  # the state of a listening socket in /proc/net/tcp
@@ -19,7 +19,7 @@ _KEPT = ("ray::IDLE", "ray::WarmProcess")  # processes that Ray keeps for its ne
 
 
 @contextlib.contextmanager
-def temporary_folder() -> Iterator[None]:
+def use_temporary_folder() -> Iterator[None]:
     """Inside the block, this process and those that it starts have a temporary folder that no other program uses."""
     before, default = os.environ.get("TMPDIR"), tempfile.tempdir
     with tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as name:  # short: a unix socket's path has 107 characters
@@ -55,18 +55,18 @@ class Leftovers:
         return sorted(found)
 
     def _look(self) -> set[str]:
-        children = {pid: " ".join(command(pid)).strip() for pid in descendants(os.getpid())}
+        children = {pid: " ".join(read_command(pid)).strip() for pid in list_descendants(os.getpid())}
         pids = {os.getpid(), *children}
         return {
             *(f"process {pid} {text}" for pid, text in children.items() if text and not text.startswith(_KEPT)),
-            *(f"shared memory {name}" for name in _named_memory(pids)),
-            *(f"shared memory of process {pid} {name}" for pid in pids for name in _anonymous_memory(pid)),
-            *(f"socket {address}" for address in _sockets()),
+            *(f"shared memory {name}" for name in _list_named_memory(pids)),
+            *(f"shared memory of process {pid} {name}" for pid in pids for name in _list_anonymous_memory(pid)),
+            *(f"socket {address}" for address in _list_sockets()),
             *(f"folder {path}" for path in Path(tempfile.gettempdir()).glob("rayps-*")),
         }
 
 
-def _named_memory(pids: set[int]) -> list[str]:
+def _list_named_memory(pids: set[int]) -> list[str]:
     """Return the names in /dev/shm, without Ray's object store and the files of other programs that run."""
     if not _SHARED.is_dir():
         return []
@@ -79,7 +79,7 @@ def _named_memory(pids: set[int]) -> list[str]:
     return found
 
 
-def _anonymous_memory(pid: int) -> list[str]:
+def _list_anonymous_memory(pid: int) -> list[str]:
     """Return the files of rayps in memory that a process has open, with their inodes."""
     found = []
     with contextlib.suppress(OSError):
@@ -90,7 +90,7 @@ def _anonymous_memory(pid: int) -> list[str]:
     return found
 
 
-def _sockets() -> list[str]:
+def _list_sockets() -> list[str]:
     """Return the addresses at which this process listens, of TCP, and its named unix sockets."""
     own = set()
     for path in Path("/proc/self/fd").iterdir():

@@ -53,7 +53,7 @@ class MemoryBench(StepBench):
         """Train a tiny model, which loads torch's modules; return the proportional set size in bytes."""
         work = Mlp(8, 1)
         plain_steps(work, work.model())(3)
-        return resident()
+        return read_resident()
 
     def peak(self, contender: str) -> int:
         """Train with one contender; return the peak of the proportional set size in bytes."""
@@ -63,11 +63,11 @@ class MemoryBench(StepBench):
             trim(
                 0
             )  # return freed memory to the system: memory that only the construction of the model needed does not count
-        sizes, done = [resident()], threading.Event()
+        sizes, done = [read_resident()], threading.Event()
 
         def sample() -> None:
             while not done.wait(_SAMPLE_SECONDS):
-                sizes.append(resident())
+                sizes.append(read_resident())
 
         watcher = threading.Thread(target=sample, daemon=True)
         watcher.start()
@@ -77,7 +77,7 @@ class MemoryBench(StepBench):
         return max(sizes)
 
 
-def resident() -> int:
+def read_resident() -> int:
     """Return this process's proportional set size in bytes. Raises ClusterError if the system does not report it."""
     try:
         found = re.search(r"^Pss:\s+(\d+) kB", _ROLLUP.read_text(), re.MULTILINE)
@@ -115,7 +115,7 @@ def bench_memory(
     for contender in contenders:
         if contender not in known:
             raise ConfigError(f"no contender {contender!r}; use some of {', '.join(known)}", contender=contender)
-    grown = {name: _grown(cluster, workers, name, hidden, timeout) for name in contenders}
+    grown = {name: _measure_growth(cluster, workers, name, hidden, timeout) for name in contenders}
     size = sum(p.nbytes for p in Mlp(hidden, 1).model().parameters())
     alone = grown.get("alone")
     return [
@@ -131,7 +131,7 @@ def bench_memory(
     ]
 
 
-def _grown(cluster: Cluster, workers: int, contender: str, hidden: int, timeout: float) -> int:
+def _measure_growth(cluster: Cluster, workers: int, contender: str, hidden: int, timeout: float) -> int:
     actors: list[ActorHandle] = []
     try:
         for rank in range(workers):

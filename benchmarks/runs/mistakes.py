@@ -26,7 +26,7 @@ from rayps_client.values import Keywords
 from torch import Tensor, nn
 
 import rayps
-from benchmarks.runs.leftovers import Leftovers, temporary_folder
+from benchmarks.runs.leftovers import Leftovers, use_temporary_folder
 from rayps.bench.table import BenchRow, Opt
 from rayps.cluster.local import Cluster
 from rayps.cluster.ray_cluster import RayCluster
@@ -220,7 +220,7 @@ def bench_on_two_cpus(
     report: Callable[[MistakeRow], None] = lambda row: None,
 ) -> list[MistakeRow]:
     """Commit the mistakes on a local Ray with two CPUs. Raises ConfigError if there is no such mistake."""
-    with temporary_folder():
+    with use_temporary_folder():
         cluster = RayCluster.local(cpus=2)
         try:
             return bench_mistakes(cluster, names, report=report)

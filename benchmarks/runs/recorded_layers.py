@@ -86,7 +86,7 @@ def record(folder: Path) -> None:
         file.write(f"{time.time()!r} {writing:d}\n")
 
 
-def recorded(folder: Path) -> dict[int, list[StepBegin]]:
+def read_recorded(folder: Path) -> dict[int, list[StepBegin]]:
     """Return the steps that each process has recorded so far, by process id."""
     found = {}
     for path in folder.iterdir():

@@ -24,11 +24,11 @@ from typing import Annotated, ClassVar
 from rayps_client.errors import ClusterError, ConfigError
 from rayps_client.values import JsonObject
 
-from benchmarks.runs.recorded_layers import StepBegin, recorded
+from benchmarks.runs.recorded_layers import StepBegin, read_recorded
 from rayps.bench.table import BenchRow, Opt, Workers, read_sizes
-from rayps.core.strategy.costs import costs
+from rayps.core.strategy.costs import estimate_costs
 from rayps.core.strategy.traffic import Sizes
-from rayps.service.processes import descendants, die_with_parent, kill_all
+from rayps.service.processes import die_with_parent, kill_all, list_descendants
 from rayps.strategies.catalogue import parse
 
 STRATEGIES = (
@@ -104,18 +104,18 @@ def bench_memory_of_workers(
     _must_be_positive(workers=workers, size=size, steps=steps - _WARM)
     rows = []
     for strategy in strategies:
-        steady, peak = _memory(strategy, workers, size, steps)
-        tiny, tiny_peak = _memory(strategy, workers, 1, steps)
-        expected = formula(strategy, workers, size)
+        steady, peak = _measure_memory(strategy, workers, size, steps)
+        tiny, tiny_peak = _measure_memory(strategy, workers, 1, steps)
+        expected = compute_formula(strategy, workers, size)
         grown = steady - tiny
         rows.append(ShardedMemoryRow(strategy, workers, size, expected, grown, peak - tiny_peak, grown / expected))
     return rows
 
 
-def formula(strategy: str, workers: int, size: int) -> float:
+def compute_formula(strategy: str, workers: int, size: int) -> float:
     """Return the memory in bytes of a worker under Adam, without activations, for `size` bytes of parameters."""
     [phase] = parse(strategy)
-    return costs(phase.strategy, workers, Sizes(size // _WIDTH, _WIDTH, states=_ADAM_STATES)).memory[0]["all"]
+    return estimate_costs(phase.strategy, workers, Sizes(size // _WIDTH, _WIDTH, states=_ADAM_STATES)).memory[0]["all"]
 
 
 def bench_memory_of_driver(
@@ -163,8 +163,8 @@ def bench_background_write(
         train: JsonObject = {"checkpoint": place, "checkpoint_every": every, "keep_checkpoints": 1}
         with _run(strategy, workers, size, steps, batch, train) as run:
             run.end()
-            found = list(recorded(run.folder).values())
-    times = [step for steps_ in found for step in step_times(steps_)]
+            found = list(read_recorded(run.folder).values())
+    times = [step for steps_ in found for step in read_step_times(steps_)]
     kinds = {kind: [seconds for each, seconds in times if each == kind] for kind in ("otherwise", "writing", "begin")}
     if not all(kinds.values()):
         missing = ", ".join(kind for kind, seconds in kinds.items() if not seconds)
@@ -190,7 +190,7 @@ def bench_background_write(
     ]
 
 
-def step_times(steps: Sequence[StepBegin]) -> list[tuple[str, float]]:
+def read_step_times(steps: Sequence[StepBegin]) -> list[tuple[str, float]]:
     """Return the kind and the seconds of each step of a worker after the first ones.
 
     The kind is "begin" if a write begins between this step and the next, which includes the copy of the state,
@@ -260,25 +260,25 @@ def _run(
                 yield _ShardedRun(process, place)
             finally:
                 if process.poll() is None:
-                    kill_all(descendants(process.pid))
+                    kill_all(list_descendants(process.pid))
                 process.kill()
                 process.wait()
 
 
-def _memory(strategy: str, workers: int, size: int, steps: int) -> tuple[float, float]:
+def _measure_memory(strategy: str, workers: int, size: int, steps: int) -> tuple[float, float]:
     """Return the median and the peak of the memory of a worker in bytes, mean over workers, after the first steps."""
     with _run(strategy, workers, size, steps) as run:
-        samples = list(_samples(run, workers, steps))
+        samples = list(_yield_samples(run, workers, steps))
         run.end()
     if not samples:
         raise ClusterError(f"the run of {strategy} ended before its memory could be read: give more steps")
     return statistics.median(samples), max(samples)
 
 
-def _samples(run: _ShardedRun, workers: int, steps: int) -> Iterator[float]:
+def _yield_samples(run: _ShardedRun, workers: int, steps: int) -> Iterator[float]:
     """Yield the memory of a worker, mean over workers, from the second to the last step of all workers."""
     while not run.over:
-        found = recorded(run.folder)
+        found = read_recorded(run.folder)
         begun = [len(each) for each in found.values()]
         if len(begun) == workers and min(begun) > _WARM:
             if max(begun) >= steps:

@@ -17,7 +17,7 @@ from pathlib import Path
 from benchmarks.runs.recorded_layers import RecordedLayers
 
 
-def own_peak() -> int:
+def read_own_peak() -> int:
     """Return the most memory in bytes that this process has had (VmHWM). Linux only."""
     found = re.search(r"^VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
     assert found is not None, "Linux reports VmHWM"
@@ -32,7 +32,7 @@ def main() -> None:
         setattr(work, field, value)
     rayps = importlib.import_module("rayps")
     rayps.train(work, progress=False, **config["train"])
-    Path(sys.argv[2]).write_text(json.dumps({"peak": own_peak()}))
+    Path(sys.argv[2]).write_text(json.dumps({"peak": read_own_peak()}))
 
 
 if __name__ == "__main__":

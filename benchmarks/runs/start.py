@@ -24,7 +24,7 @@ from typing import Annotated, ClassVar
 
 from rayps_client.errors import ClusterError, ConfigError, TrainingError
 
-from benchmarks.runs.first_steps import STEPS, first_times
+from benchmarks.runs.first_steps import STEPS, read_first_times
 from rayps.bench.table import BenchRow, Opt, Workers
 from rayps.cluster.local import until
 from rayps.core.job.job_status import Status
@@ -123,24 +123,24 @@ def bench_start(
     for scene in scenes:
         load = os.getloadavg()[0]
         try:
-            rows.append(_row(scene, workers, _measured(scene, workers, repeats), load))
+            rows.append(_make_row(scene, workers, _measure(scene, workers, repeats), load))
         except _Skipped as reason:
             rows.append(StartRow(scene, workers, 0, None, None, None, load, skipped=str(reason)))
         report(rows[-1])
     return rows
 
 
-def _measured(scene: str, workers: int, repeats: int) -> list[_Start]:
+def _measure(scene: str, workers: int, repeats: int) -> list[_Start]:
     if scene in ("service", "warm"):
-        return _jobs(workers, repeats, warm=scene == "warm")
+        return _measure_jobs(workers, repeats, warm=scene == "warm")
     if scene == "joined":
-        with _running_ray(workers) as address:
-            _script(scene, workers, address)  # the first run on a new Ray also waits for Ray's own processes
-            return [_script(scene, workers, address) for _ in range(repeats)]
-    return [_script(scene, workers, None) for _ in range(repeats)]
+        with _run_ray(workers) as address:
+            _run_script(scene, workers, address)  # the first run on a new Ray also waits for Ray's own processes
+            return [_run_script(scene, workers, address) for _ in range(repeats)]
+    return [_run_script(scene, workers, None) for _ in range(repeats)]
 
 
-def _row(scene: str, workers: int, found: list[_Start], load: float) -> StartRow:
+def _make_row(scene: str, workers: int, found: list[_Start], load: float) -> StartRow:
     losses = [each.first_loss for each in found if each.first_loss is not None]
     steps = [each.first_step for each in found]
     parts = {name: statistics.median(each.parts[name] for each in found) for name in found[0].parts}
@@ -148,7 +148,7 @@ def _row(scene: str, workers: int, found: list[_Start], load: float) -> StartRow
     return StartRow(scene, workers, len(found), median, statistics.median(steps), max(steps), load, parts)
 
 
-def _script(scene: str, workers: int, address: str | None) -> _Start:
+def _run_script(scene: str, workers: int, address: str | None) -> _Start:
     """Run `benchmarks.runs.start_script` in a new process. Raises _Skipped if the scene lacks a package."""
     time.sleep(_CALM_SECONDS)
     with tempfile.TemporaryDirectory(prefix="rayps-bench-") as name:
@@ -176,13 +176,13 @@ def _script(scene: str, workers: int, address: str | None) -> _Start:
         began, parts = result["began"], result["parts"]
         if scene == "ray":
             return _Start(None, sum(parts.values()), parts)
-        if scene == "ray_train" and (times := first_times(folder, workers)) is not None:
+        if scene == "ray_train" and (times := read_first_times(folder, workers)) is not None:
             parts["workers"] = times[0] - began - sum(parts.values())
-        return _started(folder, workers, began, parts)
+        return _read_start(folder, workers, began, parts)
 
 
-def _started(folder: Path, workers: int, began: float, parts: dict[str, float]) -> _Start:
-    times = first_times(folder, workers)
+def _read_start(folder: Path, workers: int, began: float, parts: dict[str, float]) -> _Start:
+    times = read_first_times(folder, workers)
     if times is None:
         raise TrainingError(f"the {workers} workers did not record their first losses in {folder}")
     loss, step = times
@@ -190,7 +190,7 @@ def _started(folder: Path, workers: int, began: float, parts: dict[str, float]) 
 
 
 @contextlib.contextmanager
-def _running_ray(workers: int) -> Iterator[str]:
+def _run_ray(workers: int) -> Iterator[str]:
     """Start a Ray in this process; yield its address. Child processes inherit its token."""
     from rayps.cluster.ray_cluster import RayCluster
 
@@ -201,7 +201,7 @@ def _running_ray(workers: int) -> Iterator[str]:
         cluster.close()
 
 
-def _jobs(workers: int, repeats: int, *, warm: bool) -> list[_Start]:
+def _measure_jobs(workers: int, repeats: int, *, warm: bool) -> list[_Start]:
     """Measure jobs of a new service, one after the other."""
     mark = secrets.token_hex(8)
     wanted = 2 * (workers + 1) if warm else 0
@@ -218,20 +218,20 @@ def _jobs(workers: int, repeats: int, *, warm: bool) -> list[_Start]:
             url = json.loads(settings.service_file.read_text())["url"]
             with Client(url, settings.token_file.read_text().strip()) as client:
                 _wait(lambda: client.cluster()["total"].get("cpu", 0) >= workers, service)
-                _job(client, settings, workers, Path(name) / "first")  # Ray's and the service's first job
+                _measure_job(client, settings, workers, Path(name) / "first")  # Ray's and the service's first job
                 found = []
                 for number in range(repeats):
                     if warm:
                         _wait(lambda: warm_processes(mark) >= workers + 1, service, 0.5)
                     time.sleep(_CALM_SECONDS)
-                    found.append(_job(client, settings, workers, Path(name) / f"losses-{number}"))
+                    found.append(_measure_job(client, settings, workers, Path(name) / f"losses-{number}"))
                 return found
         finally:
             service.send_signal(signal.SIGTERM)
             service.wait(120)
 
 
-def _job(client: Client, settings: Settings, workers: int, folder: Path) -> _Start:
+def _measure_job(client: Client, settings: Settings, workers: int, folder: Path) -> _Start:
     folder.mkdir()
     params = {"folder": str(folder)}
     began = time.time()
@@ -244,7 +244,7 @@ def _job(client: Client, settings: Settings, workers: int, folder: Path) -> _Sta
         raise TrainingError(f"a job of the service ended as {job.status}: {job.data['reason']}")
     driver = settings.jobs_dir / job.id / "driver.json"  # written when the driver's process begins the job
     parts["driver"] = driver.stat().st_mtime - began - parts["submit"]
-    found = _started(folder, workers, began, parts)
+    found = _read_start(folder, workers, began, parts)
     assert found.first_loss is not None
     found.parts["workers"] = found.first_loss - parts["submit"] - parts["driver"]
     found.parts["first step"] = found.parts.pop("first step")  # the last in time

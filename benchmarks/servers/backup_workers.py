@@ -60,7 +60,7 @@ class BackupRow(BenchRow):
     pace: float  # seconds of a normal gradient
     steps: int
     seconds: float  # of a step
-    formula: float  # seconds of a step, by `step_seconds`
+    formula: float  # seconds of a step, by `compute_step_seconds`
     dropped: float  # gradients that came late, for each step
     times_none: float | None  # seconds of the same members without backup workers / seconds
     times_formula: float | None  # the same by the formula
@@ -68,7 +68,7 @@ class BackupRow(BenchRow):
     times_all: float | None  # seconds of as many workers without backup workers / seconds
 
 
-def step_seconds(members: int, backup: int, *, chance: float = CHANCE, factor: float = FACTOR) -> float:
+def compute_step_seconds(members: int, backup: int, *, chance: float = CHANCE, factor: float = FACTOR) -> float:
     """Return the expected time of a step, in units of a normal gradient, by formula.
 
     The first `members` of `members` + `backup` workers count. Each worker takes 1, and with probability `chance` it
@@ -80,8 +80,8 @@ def step_seconds(members: int, backup: int, *, chance: float = CHANCE, factor: f
     return factor - (factor - 1) * fast
 
 
-def finishing_seconds(members: int, backup: int, *, steps: int = 20_000) -> float:
-    """Return a step's time as `step_seconds` does, by simulation, if late workers compute gradients to the end.
+def simulate_step_seconds(members: int, backup: int, *, steps: int = 20_000) -> float:
+    """Return a step's time as `compute_step_seconds` does, by simulation, if late workers compute gradients to the end.
 
     A worker that was late then begins the present step.
     """
@@ -150,7 +150,7 @@ class SlowAtRandom(Workload):
 class _SleepingModel(nn.Sequential):
     def __init__(self, pace: float, seed: str) -> None:
         super().__init__(*(Pause() for _ in range(LAYERS)), nn.Linear(4, 1))
-        self._pace, self._factors = pace, factors(seed)
+        self._pace, self._factors = pace, yield_factors(seed)
 
     def forward(self, x: Any) -> Any:
         """Sleep `pace` seconds, or FACTOR times as long, then apply the linear layer."""
@@ -161,7 +161,7 @@ class _SleepingModel(nn.Sequential):
         return super().forward(x)  # type: ignore[no-untyped-call]
 
 
-def factors(seed: str) -> Iterator[float]:
+def yield_factors(seed: str) -> Iterator[float]:
     """Yield the factors by which a worker's gradients take longer: in each block, CHANCE of them are FACTOR."""
     draw, slow = random.Random(seed), round(CHANCE * _BLOCK)
     while True:
@@ -200,13 +200,13 @@ def bench_backup_workers(
                 seconds[kind], dropped[kind] = run
         finally:
             group.close()
-    formula = {(workers, spared): pace * step_seconds(workers - spared, spared) for workers, spared in kinds}
+    formula = {(workers, spared): pace * compute_step_seconds(workers - spared, spared) for workers, spared in kinds}
     found, (alone, _, every) = list[BackupRow](), kinds
     for kind in kinds:
         ratios = [
             seconds[alone] / seconds[kind],
             formula[alone] / formula[kind],
-            finishing_seconds(members, 0) / finishing_seconds(members, backup),
+            simulate_step_seconds(members, 0) / simulate_step_seconds(members, backup),
             seconds[every] / seconds[kind],
         ]
         times = ratios if kind[1] else [None] * len(ratios)

@@ -54,9 +54,9 @@ def bench_rounds(
     """Train an MLP of this width under each of `strategies` in turns, and in plain torch; return a row for each."""
     rates: dict[str, list[float]] = {name: [] for name in (PLAIN, *strategies)}
     for _ in range(turns):
-        rates[PLAIN].append(_plain_rate(hidden, rounds))
+        rates[PLAIN].append(_measure_plain_rate(hidden, rounds))
         for name in strategies:
-            rates[name].append(_job_rate(cluster, workers, hidden, name, rounds))
+            rates[name].append(_measure_job_rate(cluster, workers, hidden, name, rounds))
     size = sum(each.numel() for each in Mlp(hidden, 1).model().parameters())
     first = rates[strategies[0]]
     return [
@@ -72,7 +72,7 @@ def bench_rounds(
     ]
 
 
-def _job_rate(cluster: Cluster, workers: int, hidden: int, strategy: str, rounds: int) -> float:
+def _measure_job_rate(cluster: Cluster, workers: int, hidden: int, strategy: str, rounds: int) -> float:
     """Return the rounds a second of a worker, in the later half of a job's rounds."""
     work = Mlp(hidden, workers)
     result = train(work, strategy=strategy, workers=workers, cluster=cluster, steps=rounds, progress=False)
@@ -80,7 +80,7 @@ def _job_rate(cluster: Cluster, workers: int, hidden: int, strategy: str, rounds
     return 1 / statistics.fmean(seconds[len(seconds) // 2 :])
 
 
-def _plain_rate(hidden: int, rounds: int) -> float:
+def _measure_plain_rate(hidden: int, rounds: int) -> float:
     """Return the steps a second of plain torch in this process, with one thread, in the later half of the steps."""
     work, threads = Mlp(hidden, 1), torch.get_num_threads()
     model = work.model()

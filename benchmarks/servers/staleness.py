@@ -104,7 +104,7 @@ def bench_staleness(
         TrainingError: a worker or the shard failed.
     """
     rows: list[StalenessRow] = []
-    for scene, work in workloads(scenes, folder or FOLDER, pace):
+    for scene, work in make_workloads(scenes, folder or FOLDER, pace):
         group = _Bounded(cluster, work, workers)
         found: dict[int | str | None, list[StalenessRun]] = {staleness: [] for staleness in STALENESS}
         try:
@@ -114,7 +114,7 @@ def bench_staleness(
                     found[staleness].append(group.run(staleness, seed, target, limit))
         finally:
             group.close()
-        rows += _rows(scene, workers, pace, target, found)
+        rows += _make_rows(scene, workers, pace, target, found)
     return rows
 
 
@@ -130,7 +130,7 @@ def simulate_staleness(
 ) -> list[StalenessRow]:
     """Return the rows of `bench_staleness` in virtual time. Raises as it does."""
     rows: list[StalenessRow] = []
-    for scene, work in workloads(scenes, folder or FOLDER, pace):
+    for scene, work in make_workloads(scenes, folder or FOLDER, pace):
         data = parquet(
             work.folder / "digits.parquet", features="pixels", label="digit", scale=1 / 255, batch_size=BATCH
         )
@@ -140,7 +140,7 @@ def simulate_staleness(
             for seed in seeds:
                 job = VirtualJob(work, data, strategy, workers, seed=seed)
                 found.setdefault(staleness, []).append(_simulate(job, staleness, target, limit))
-        rows += _rows(scene, workers, pace, target, found)
+        rows += _make_rows(scene, workers, pace, target, found)
     return rows
 
 
@@ -158,7 +158,7 @@ def _simulate(job: VirtualJob, staleness: int | str | None, target: float, limit
     return StalenessRun(job.now, rounds, (first, *(event["new"] for event in job.events)))  # type: ignore[arg-type]
 
 
-def workloads(scenes: Sequence[str], folder: Path, pace: float) -> list[tuple[str, SlowDigits]]:
+def make_workloads(scenes: Sequence[str], folder: Path, pace: float) -> list[tuple[str, SlowDigits]]:
     """Return each scene with its workload. Raises ConfigError if there is no such scene, or `folder` has no digits."""
     for scene in scenes:
         if scene not in SCENES:
@@ -197,7 +197,7 @@ class _Bounded:
         watcher = self._group.reader()
         began = time.monotonic()
         try:
-            while (found := self._loss_now(watcher))[0] > target and time.monotonic() - began < limit:
+            while (found := self._measure_loss(watcher))[0] > target and time.monotonic() - began < limit:
                 mover.follow(self._group, self._poll())
                 time.sleep(POLL_SECONDS)
             seconds = time.monotonic() - began
@@ -220,7 +220,7 @@ class _Bounded:
                 raise TrainingError(f"{member.name} failed: {member.dead or error}")
         return points
 
-    def _loss_now(self, watcher: Session) -> tuple[float, int]:
+    def _measure_loss(self, watcher: Session) -> tuple[float, int]:
         """Return the test loss of the shard's current parameters, and its optimizer's number of steps."""
         found = watcher.exchange(GroupMessage.READ, {0: b""})
         self._flat.vector.copy_(torch.frombuffer(bytearray(found.pieces[0]), dtype=self._start.layout.dtype))
@@ -229,7 +229,7 @@ class _Bounded:
         return float(loss), found.version
 
 
-def _rows(
+def _make_rows(
     scene: str, workers: int, pace: float, target: float, found: dict[int | str | None, list[StalenessRun]]
 ) -> list[StalenessRow]:
     seconds = {staleness: statistics.median(run.seconds for run in runs) for staleness, runs in found.items()}
@@ -237,7 +237,7 @@ def _rows(
     return [
         StalenessRow(
             scene,
-            _words(staleness),
+            _write_staleness(staleness),
             workers,
             pace,
             target,
@@ -246,13 +246,13 @@ def _rows(
             seconds[staleness] / best,
             statistics.median(run.rounds for run in runs),
             statistics.median(len(run.bounds) - 1 for run in runs),
-            ", ".join(_words(run.bounds[-1]) for run in runs),
+            ", ".join(_write_staleness(run.bounds[-1]) for run in runs),
         )
         for staleness, runs in found.items()
     ]
 
 
-def _words(staleness: int | str | None) -> str:
+def _write_staleness(staleness: int | str | None) -> str:
     return "none" if staleness is None else str(staleness)
 
 

@@ -85,14 +85,14 @@ class Paced(Data):
 
     def batches(self, *, rank: int, size: int, seed: int, epoch: int, start: int = 0) -> Iterator[Batch]:
         """Return the batches of the other data source; sleep before each batch."""
-        slow = factors(self._scene, rank, self.steps(size), seed, epoch)
+        slow = draw_factors(self._scene, rank, self.steps(size), seed, epoch)
         batches = self._rows.batches(rank=rank, size=size, seed=seed, epoch=epoch, start=start)
         for factor, batch in zip(slow[start:], batches, strict=True):
             time.sleep(factor * self._pace)
             yield batch
 
 
-def factors(scene: str, rank: int, steps: int, seed: int, epoch: int) -> list[float]:
+def draw_factors(scene: str, rank: int, steps: int, seed: int, epoch: int) -> list[float]:
     """Return, for each of a rank's rounds in an epoch, the factor by which the round is longer than normal."""
     if scene == "one_slow":
         return [3.0 if rank == 0 else 1.0] * steps
@@ -116,11 +116,11 @@ class SlowDigits(Workload):
 
     def data(self) -> Data:
         """Return the 10,000 training images, with delayed batches."""
-        return Paced(_digits(self.folder / "digits.parquet", BATCH), self.scene, self.pace)
+        return Paced(_read_digits(self.folder / "digits.parquet", BATCH), self.scene, self.pace)
 
     def evaluation_data(self) -> Data:
         """Return 2,000 test images."""
-        return _digits(self.folder / "digits_test.parquet", 2000)
+        return _read_digits(self.folder / "digits_test.parquet", 2000)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the cross-entropy."""
@@ -131,7 +131,7 @@ class SlowDigits(Workload):
         return torch.optim.SGD(params, lr=LEARNING_RATE)
 
 
-def _digits(path: Path, batch: int) -> Data:
+def _read_digits(path: Path, batch: int) -> Data:
     return parquet(path, features="pixels", label="digit", scale=1 / 255, batch_size=batch)
 
 
@@ -165,7 +165,7 @@ def bench_stragglers(
             found = _take_turns(group, repeats, target, limit)
         finally:
             group.close()
-        rows += _rows(scene, workers, pace, target, found)
+        rows += _make_rows(scene, workers, pace, target, found)
     return rows
 
 
@@ -201,7 +201,7 @@ class _SlowGroup:
         points: list[Point] = []
         began = time.monotonic()
         try:
-            while (accuracy_and_steps := self._accuracy_now(watcher))[0] < target:
+            while (accuracy_and_steps := self._measure_accuracy(watcher))[0] < target:
                 if time.monotonic() - began > limit:
                     raise TrainingError(f"accuracy {target} was not reached within {limit:g} s under {strategy}")
                 points += self._poll()
@@ -228,7 +228,7 @@ class _SlowGroup:
                 raise TrainingError(f"{member.name} failed: {member.dead or error}")
         return [point for point in points if point["kind"] == "round"]
 
-    def _accuracy_now(self, watcher: Session) -> tuple[float, int]:
+    def _measure_accuracy(self, watcher: Session) -> tuple[float, int]:
         """Return the accuracy of the shard's current parameters, and its optimizer's number of steps."""
         found = watcher.exchange(GroupMessage.READ, {0: b""})
         self._flat.vector.copy_(torch.frombuffer(bytearray(found.pieces[0]), dtype=self._start.layout.dtype))
@@ -246,7 +246,7 @@ def _take_turns(group: _SlowGroup, repeats: int, target: float, limit: float) ->
     return found
 
 
-def _rows(
+def _make_rows(
     scene: str, workers: int, pace: float, target: float, found: dict[int | None, list[_Run]]
 ) -> list[StragglersRow]:
     seconds = {staleness: statistics.median(run.seconds for run in runs) for staleness, runs in found.items()}

@@ -1,7 +1,7 @@
 """Train in virtual time under a staleness bound: the arithmetic is that of a job, and only the durations are made up.
 
 Gradients are computed, a shard applies them, its clock delays pulls, and the driver's part moves an adaptive bound. A
-round lasts as long as its scene says (`benchmarks.servers.stragglers.factors`), an exchange always `EXCHANGE` of a
+round lasts as long as its scene says (`benchmarks.servers.stragglers.draw_factors`), an exchange always `EXCHANGE` of a
 normal round, and the driver polls ten times a second. So the result depends on the seed alone, and not on the load of
 the machine.
 """
@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks.servers.stragglers import SlowDigits, factors
+from benchmarks.servers.stragglers import SlowDigits, draw_factors
 from rayps.core.grid import Grid
 from rayps.core.job.records import Point
 from rayps.core.strategy.staleness_bound import MovedBound
@@ -55,8 +55,8 @@ class VirtualJob:
         start = self.flat.vector.clone()
         extent = Extent(layout, 0, layout.size)
         self.shard = Shard(extent, strategy, recipe_of(workload), start, [0] * workers, private=True)
-        self._batches = [_batches(rows, rank, workers, seed) for rank in range(workers)]
-        self._factors = [_all_factors(rows, workload.scene, rank, workers, seed) for rank in range(workers)]
+        self._batches = [_yield_batches(rows, rank, workers, seed) for rank in range(workers)]
+        self._factors = [_yield_all_factors(rows, workload.scene, rank, workers, seed) for rank in range(workers)]
         self._versions, self._rounds = [0] * workers, [_VirtualRound(0.0) for _ in range(workers)]
         self._agreements = [PushAgreement(partial(self._versions.__getitem__, rank)) for rank in range(workers)]
         self._points: list[Point] = []
@@ -93,7 +93,7 @@ class VirtualJob:
     def _push(self, rank: int) -> None:
         """End a worker's round: compute its gradient at the parameters that it pulled, and push it."""
         running, step, batch = self._rounds[rank], self.shard.ledger.marks[rank], next(self._batches[rank])
-        gradient, loss = self._gradient(running.params, batch)
+        gradient, loss = self._compute_gradient(running.params, batch)
         self._agreements[rank].add(gradient)
         self.shard.push(rank, step, gradient, float(batch.size))
         seconds, wait = self.now - running.began, running.pulled - running.began
@@ -102,7 +102,7 @@ class VirtualJob:
         self._rounds[rank] = _VirtualRound(self.now)
         self._waiting.append(rank)
 
-    def _gradient(self, params: Tensor, batch: Batch) -> tuple[Tensor, float]:
+    def _compute_gradient(self, params: Tensor, batch: Batch) -> tuple[Tensor, float]:
         self.flat.vector.copy_(params)
         loss = self.workload.loss(self.flat.model, batch)
         parts = torch.autograd.grad(loss, list(self.flat.parameters))
@@ -125,15 +125,15 @@ class VirtualJob:
         self._mover.follow(self, points)
 
 
-def _batches(rows: Data, rank: int, workers: int, seed: int) -> Iterator[Batch]:
+def _yield_batches(rows: Data, rank: int, workers: int, seed: int) -> Iterator[Batch]:
     epoch = 0
     while True:
         yield from rows.batches(rank=rank, size=workers, seed=seed, epoch=epoch)
         epoch += 1
 
 
-def _all_factors(rows: Data, scene: str, rank: int, workers: int, seed: int) -> Iterator[float]:
+def _yield_all_factors(rows: Data, scene: str, rank: int, workers: int, seed: int) -> Iterator[float]:
     epoch = 0
     while True:
-        yield from factors(scene, rank, rows.steps(workers), seed, epoch)
+        yield from draw_factors(scene, rank, rows.steps(workers), seed, epoch)
         epoch += 1

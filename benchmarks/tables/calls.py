@@ -106,7 +106,7 @@ class TableBench:
     def turns_on_servers(self, rows: int, ids: int, turns: int) -> tuple[float, float]:
         """Make a warm-up turn, then `turns` turns through servers; return these turns' wall-clock start and end."""
         assert self._tables is not None
-        batches = [torch.from_numpy(batch) for batch in _batches(self._rank, rows, ids)]
+        batches = [torch.from_numpy(batch) for batch in _draw_batches(self._rank, rows, ids)]
         grads = torch.rand(ids, self._tables.space.tables[0].dim)
         began = 0.0
         for turn in range(turns + 1):
@@ -119,7 +119,7 @@ class TableBench:
         self, parts: list[ActorHandle], rows: int, ids: int, dim: int, turns: int
     ) -> tuple[float, float]:
         """Make a warm-up turn, then `turns` turns through calls; return these turns' wall-clock start and end."""
-        batches = [_cut(batch, len(parts)) for batch in _batches(self._rank, rows, ids)]
+        batches = [_cut(batch, len(parts)) for batch in _draw_batches(self._rank, rows, ids)]
         grads = np.random.default_rng(0).random((ids, dim), np.float32)
         out, began = np.empty_like(grads), 0.0
         for turn in range(turns + 1):
@@ -163,7 +163,7 @@ class TableBench:
         tables.push(tables.step, 1.0)
 
 
-def _batches(rank: int, rows: int, ids: int) -> list[Ids]:
+def _draw_batches(rank: int, rows: int, ids: int) -> list[Ids]:
     """Draw the batches of a rank: unique ids in random order."""
     generator = np.random.default_rng(rank)
     return [generator.choice(rows, ids, replace=False) for _ in range(_BATCHES)]
@@ -178,7 +178,7 @@ def _cut(ids: Ids, parts: int) -> list[tuple[Ids, Ids]]:
     return found
 
 
-def a_space(workers: int, dim: int, segments: int, optimizer: str) -> Space:
+def make_space(workers: int, dim: int, segments: int, optimizer: str) -> Space:
     """Return the description of an asynchronous space with one table."""
     table = SparseTable(TABLE, dim, segments, optimizer={"name": optimizer, "lr": _LR})
     return Space("bench", 0, workers, ParameterServer(staleness=None), tables=(table,))
@@ -215,15 +215,15 @@ def bench_calls(
     calls: list[tuple[float, float | None]] = []
     few = max(2, turns // 4)
     try:
-        space = running.open(a_space(workers, dim, segments, optimizer))
+        space = running.open(make_space(workers, dim, segments, optimizer))
         call_all(actors, "join", running, space, timeout=WAIT_SECONDS)
         call_all(actors, "turns_on_servers", rows, ids, _warm_up(ids, dim), timeout=WAIT_SECONDS)
         pids = call_all(actors, "ping", timeout=WAIT_SECONDS)
         mine = [*pids, *(server["pid"] for server in running.facts()["servers"])]
         theirs = [*pids, *call_all(parts, "ping", timeout=WAIT_SECONDS)]
         for _ in range(repeats):
-            own.append(_measured(mine, workers, turns, actors, "turns_on_servers", rows, ids))
-            calls.append(_measured(theirs, workers, few, actors, "turns_by_calls", parts, rows, ids, dim))
+            own.append(_measure(mine, workers, turns, actors, "turns_on_servers", rows, ids))
+            calls.append(_measure(theirs, workers, few, actors, "turns_by_calls", parts, rows, ids, dim))
         call_all(actors, "close", timeout=WAIT_SECONDS)
     finally:
         for handle in [*actors, *parts]:
@@ -257,18 +257,18 @@ def _warm_up(ids: int, dim: int) -> int:
     return min(_MOST_WARM_UP, max(_BATCHES, KEEP_BYTES // (4 * ids * dim) + 1))
 
 
-def _measured(
+def _measure(
     pids: list[int], workers: int, turns: int, actors: list[ActorHandle], method: str, *args: Any
 ) -> tuple[float, float | None]:
     """Measure one contender; return turns per second of all workers together, and CPU seconds per turn."""
-    before = _cpu(pids)
-    rate = _rate(call_all(actors, method, *args, turns, timeout=WAIT_SECONDS), workers * turns)
-    after = _cpu(pids)
+    before = _read_cpu(pids)
+    rate = _compute_rate(call_all(actors, method, *args, turns, timeout=WAIT_SECONDS), workers * turns)
+    after = _read_cpu(pids)
     # each worker makes one warm-up turn
     return rate, None if before is None or after is None else (after - before) / (workers * (turns + 1))
 
 
-def _cpu(pids: list[int]) -> float | None:
+def _read_cpu(pids: list[int]) -> float | None:
     """Return the CPU seconds of these processes so far, or None if one of them is on another host."""
     found = 0.0
     for pid in set(pids):
@@ -280,6 +280,6 @@ def _cpu(pids: list[int]) -> float | None:
     return found
 
 
-def _rate(spans: list[tuple[float, float]], turns: int) -> float:
+def _compute_rate(spans: list[tuple[float, float]], turns: int) -> float:
     """Return turns per second from the first start to the last end."""
     return turns / (max(end for _, end in spans) - min(begin for begin, _ in spans))

@@ -15,12 +15,12 @@ from typing import ClassVar
 
 from rayps_client.errors import ConfigError
 
-from benchmarks.tables.calls import WAIT_SECONDS, a_space
+from benchmarks.tables.calls import WAIT_SECONDS, make_space
 from rayps.bench.table import BenchRow
 from rayps.cluster.local import Cluster
 from rayps.ps import group as elastic
 from rayps.ps.group import ManagerClient
-from rayps.ps.manager.assign_segments import Balance, skew
+from rayps.ps.manager.assign_segments import Balance, measure_skew
 
 WARM_SECONDS = 3.0
 HEARTBEATS_SECONDS = 0.5
@@ -100,7 +100,7 @@ def bench_hot(
     running = elastic.start(cluster, f"bench-{secrets.token_hex(4)}", servers, 0, detached=False, balance=policy)
     actors = [cluster.spawn("benchmarks.tables.calls:TableBench", rank) for rank in range(workers)]
     try:
-        space = running.open(a_space(workers, 16, segments, "sgd"))
+        space = running.open(make_space(workers, 16, segments, "sgd"))
         for reply in [actor.call("join", running, space) for actor in actors]:
             reply.result(WAIT_SECONDS)
 
@@ -110,7 +110,7 @@ def bench_hot(
 
         work(WARM_SECONDS)
         before = _measure_load(running, work, seconds)
-        moves = _moved(running, work)
+        moves = _await_moves(running, work)
         after = _measure_load(running, work, seconds)
         for reply in [actor.call("close") for actor in actors]:
             reply.result(WAIT_SECONDS)
@@ -129,29 +129,29 @@ def bench_hot(
         moves,
         before.turns,
         after.turns,
-        skew(before.loads),
-        skew(after.loads),
-        skew(before.ids),
-        skew(after.ids),
+        measure_skew(before.loads),
+        measure_skew(after.loads),
+        measure_skew(before.ids),
+        measure_skew(after.ids),
         *most,
-        skew(before.loads) / skew(after.loads),
+        measure_skew(before.loads) / measure_skew(after.loads),
         sorted(before.loads, reverse=True),
         sorted(after.loads, reverse=True),
     )
 
 
 def _measure_load(running: ManagerClient, work: Callable[[float], int], seconds: float) -> _Load:
-    old, began = _served(running), time.monotonic()
+    old, began = _read_served(running), time.monotonic()
     turns = work(seconds)
     took = time.monotonic() - began
     time.sleep(HEARTBEATS_SECONDS)  # so that the heartbeats have the last turns
-    now = _served(running)
+    now = _read_served(running)
     loads = [1000 * (now[name][0] - old[name][0]) / max(turns, 1) for name in now]
     ids = [float(sum(count - old[name][1].get(index, count) for index, count in now[name][1].items())) for name in now]
     return _Load(turns / took, loads, ids)
 
 
-def _served(running: ManagerClient) -> dict[str, tuple[float, dict[str, int]]]:
+def _read_served(running: ManagerClient) -> dict[str, tuple[float, dict[str, int]]]:
     """Return for each server its total seconds of service, and for each of its segments the ids pulled and pushed."""
     found = {}
     for name, spaces in running.loads().items():
@@ -160,7 +160,7 @@ def _served(running: ManagerClient) -> dict[str, tuple[float, dict[str, int]]]:
     return found
 
 
-def _moved(running: ManagerClient, work: Callable[[float], int]) -> int:
+def _await_moves(running: ManagerClient, work: Callable[[float], int]) -> int:
     """Let the workers continue until the policy has finished; return the number of segments that migrated."""
     moves, calm, end = 0, time.monotonic(), time.monotonic() + SETTLE_SECONDS
     while time.monotonic() < end and time.monotonic() - calm < CALM_SECONDS + (0.0 if moves else FIRST_SECONDS):

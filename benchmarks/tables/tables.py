@@ -104,20 +104,20 @@ def bench_tables(
     torch.set_num_threads(1)
     try:
         return [
-            _measure(_table(rows, dim, count, name), rows, ids, zipf, repeats)
+            _measure(_make_table(rows, dim, count, name), rows, ids, zipf, repeats)
             for name, count in itertools.product(optimizers, segments)
         ]
     finally:
         torch.set_num_threads(before)
 
 
-def _table(rows: int, dim: int, segments: int, optimizer: str) -> SparseTable:
+def _make_table(rows: int, dim: int, segments: int, optimizer: str) -> SparseTable:
     table = SparseTable("bench", dim, segments, optimizer={"name": optimizer, "lr": 0.1})
     check_table(table)
     return table
 
 
-def filled(table: SparseTable, rows: int) -> tuple[list[TableSegment], float]:
+def fill_segments(table: SparseTable, rows: int) -> tuple[list[TableSegment], float]:
     """Make a table's segments with the rows 0 to `rows` - 1; return the segments and the CPU seconds."""
     found = [TableSegment(table, index, ParameterServer(staleness=None), 1) for index in range(table.segments)]
     began = time.thread_time()
@@ -165,11 +165,11 @@ class Dense:
 
 
 def _measure(table: SparseTable, rows: int, ids: int, zipf: float | None, repeats: int) -> TableRow:
-    segments, making = filled(table, rows)
+    segments, making = fill_segments(table, rows)
     dense, chance = Dense(rows, table.dim, table.optimizer["name"], 0.1), np.random.default_rng(0)
     times: list[tuple[int, list[float]]] = []
     for step in range(repeats + 2):
-        batch = _batch(chance, rows, ids, zipf)
+        batch = _draw_batch(chance, rows, ids, zipf)
         times.append((len(batch), _turn(segments, dense, batch, step)))
     found = times[2:]  # without two warm-up turns, in which the process's memory grows
     rates = [statistics.median(count / each[k] for count, each in found) for k in range(5)]
@@ -196,7 +196,7 @@ def _measure(table: SparseTable, rows: int, ids: int, zipf: float | None, repeat
     )
 
 
-def _batch(chance: np.random.Generator, rows: int, ids: int, zipf: float | None) -> Ids:
+def _draw_batch(chance: np.random.Generator, rows: int, ids: int, zipf: float | None) -> Ids:
     if zipf is not None:
         return np.unique((chance.zipf(zipf, ids) - 1) % rows)
     return np.sort(chance.choice(rows, min(ids, rows), replace=False))
@@ -235,8 +235,8 @@ def bench_files(rows: int, dim: int, segments: int, loaded_on: int, folder: Path
     """
     if rows < 1 or loaded_on < 1:
         raise ConfigError(f"rows is {rows} and segments is {loaded_on}: give at least 1 of each", field="rows")
-    table = _table(rows, dim, segments, "adagrad")
-    held, _ = filled(table, rows)
+    table = _make_table(rows, dim, segments, "adagrad")
+    held, _ = fill_segments(table, rows)
     memory = sum(segment.nbytes for segment in held) / rows
     with tempfile.TemporaryDirectory(dir=folder) as place:
         began, used = time.perf_counter(), time.process_time()
@@ -258,7 +258,7 @@ def bench_files(rows: int, dim: int, segments: int, loaded_on: int, folder: Path
     return FilesRow(rows, dim, segments, loaded_on, memory, size, saving[0], loading[0], saving[1], loading[1])
 
 
-def skew(rows: int, ids: int, zipf: float, segments: int) -> float:
+def measure_skew(rows: int, ids: int, zipf: float, segments: int) -> float:
     """Return a Zipf batch's imbalance: the rows of the segment with the most rows, divided by the mean per segment."""
-    held = np.bincount(bucket(_batch(np.random.default_rng(0), rows, ids, zipf), segments), minlength=segments)
+    held = np.bincount(bucket(_draw_batch(np.random.default_rng(0), rows, ids, zipf), segments), minlength=segments)
     return float(held.max() / held.mean())

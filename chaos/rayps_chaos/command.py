@@ -108,7 +108,7 @@ def chaos(
 
         wanted = SoakOptions(seconds_of(soak), seed, parse_faults(faults), jobs, every=every, out=out)
         with _ends_orderly():
-            report = run_soak(dataclasses.replace(wanted, every_service=every_service), show.note)
+            report = run_soak(dataclasses.replace(wanted, every_service=every_service), show.print_note)
         _show_soak(report, form, out)
         if not report.good:
             raise typer.Exit(FAILED)
@@ -129,11 +129,11 @@ def chaos(
     )
     with _ends_orderly():
         if job.endswith((".yaml", ".yml")):
-            found = chaos_on_file(read(Path(job), changes or ()), options, show.note)
+            found = chaos_on_file(read(Path(job), changes or ()), options, show.print_note)
         else:
             settings = Settings.read(state_dir=state_dir)
             with Client() as client:
-                found = chaos_on_job(client, job, settings.state_dir, options, show.note)
+                found = chaos_on_job(client, job, settings.state_dir, options, show.print_note)
     if isinstance(found, ChaosPlan):
         _show_plan(found, form)
         return
@@ -176,15 +176,23 @@ def _show_soak(report: SoakReport, output: Output, out: Path) -> None:
         return
     _show_kinds(report.kinds)
     rows = [
-        [c.name, c.quantity, show.number(c.first), show.number(c.last), f"{c.slope:.1f}", f"{c.limit:g}", _verdict(c)]
+        [
+            c.name,
+            c.quantity,
+            show.format_number(c.first),
+            show.format_number(c.last),
+            f"{c.slope:.1f}",
+            f"{c.limit:g}",
+            _verdict(c),
+        ]
         for c in report.curves
         if c.judged
     ]
-    show.table(["what", "quantity", "first", "last", "growth an hour", "at most", ""], rows)
+    show.print_table(["what", "quantity", "first", "last", "growth an hour", "at most", ""], rows)
     for text in report.failed:
-        show.line(text)
+        show.print_line(text)
     ended = ", ".join(f"{count} {status}" for status, count in sorted(report.ended.items()))
-    show.line(
+    show.print_line(
         f"{report.seconds / 60:.0f} minutes, jobs: {ended}; {len(report.faults)} faults; curves in {out}: "
         + ("all checks hold" if report.good else "SOMETHING WAS LOST OR GREW")
     )
@@ -202,8 +210,8 @@ def _recovery(cost: FaultCost) -> str:
 
 def _show_kinds(found: Sequence[KindCost]) -> None:
     kinds = [[k.kind, str(k.count), f"{k.median:.2f}", f"{k.p95:.2f}", f"{k.worst:.2f}"] for k in found]
-    show.table(["fault", "times", "median s", "p95 s", "worst s"], kinds)
-    show.line("")
+    show.print_table(["fault", "times", "median s", "p95 s", "worst s"], kinds)
+    show.print_line("")
 
 
 def _show_plan(plan: ChaosPlan, output: Output) -> None:
@@ -214,7 +222,9 @@ def _show_plan(plan: ChaosPlan, output: Output) -> None:
         ]
         show.dump({"seed": plan.seed, "faults": rows, "left_out": {str(k): v for k, v in plan.left_out.items()}})
         return
-    show.table(["at s", "fault", "what happens"], [[show.number(p.at), str(p.fault), p.words] for p in plan.faults])
+    show.print_table(
+        ["at s", "fault", "what happens"], [[show.format_number(p.at), str(p.fault), p.words] for p in plan.faults]
+    )
 
 
 def _show_report(report: ChaosReport, output: Output) -> None:
@@ -226,18 +236,18 @@ def _show_report(report: ChaosReport, output: Output) -> None:
             str(cost.fault.planned.fault),
             cost.fault.words,
             ", ".join(cost.followed),
-            show.number(cost.repeated),
+            show.format_number(cost.repeated),
             _recovery(cost),
         ]
         for cost in report.faults
     ]
-    show.table(["fault", "what was done", "what followed", "rounds repeated", "recovery s"], rows)
-    show.line("")
+    show.print_table(["fault", "what was done", "what followed", "rounds repeated", "recovery s"], rows)
+    show.print_line("")
     _show_kinds(report.kinds)
-    show.table(["check", "", ""], [[c.name, "ok" if c.good else "FAILED", c.words] for c in report.checks])
+    show.print_table(["check", "", ""], [[c.name, "ok" if c.good else "FAILED", c.words] for c in report.checks])
     share = "" if report.goodput is None else f"; rounds/s {report.goodput:.1%} of the run without faults"
     wrong = ", ".join(check.name for check in report.checks if not check.good)
-    show.line(
+    show.print_line(
         f"job {report.job}, seed {report.seed}: {len(report.faults)} faults in {report.seconds:.0f} s{share}: "
         + (f"these checks FAILED: {wrong}" if wrong else "all checks hold")
     )

@@ -90,8 +90,8 @@ def own_shared_memory(pids: Iterable[int]) -> list[Path]:
 def tree_of(root: int) -> dict[str, int]:
     """Return a dict from name to process id: `root`, the daemon, and the lasting processes of Ray below it."""
     found = {"daemon": root}
-    for pid in processes.descendants(root):
-        title = " ".join(processes.command(pid)[:4])
+    for pid in processes.list_descendants(root):
+        title = " ".join(processes.read_command(pid)[:4])
         for name, part in (("gcs", "gcs_server"), ("raylet", "raylet/raylet"), ("agent", "DashboardAgent")):
             if part in title:
                 found[name] = pid

@@ -20,7 +20,7 @@ from rayps.cluster.local import until
 from rayps.service import processes
 from rayps.service.client import Client
 from rayps.service.local_ray.ray_daemon import read_record, remove_leftovers
-from rayps.service.local_ray.ray_process import python_path
+from rayps.service.local_ray.ray_process import make_python_path
 from rayps_chaos import shifted_service
 from rayps_chaos.inject import ChaosMeans
 
@@ -73,7 +73,7 @@ class ChaosService:
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,
-                env={**os.environ, "PYTHONPATH": python_path()},
+                env={**os.environ, "PYTHONPATH": make_python_path()},
                 start_new_session=True,
             )
         if not until(self._answers, _START_SECONDS):
@@ -111,7 +111,7 @@ class ChaosService:
                 os.kill(record.pid, signal.SIGTERM)
                 until(lambda: not record.alive, _END_SECONDS)
             if record.alive:
-                processes.kill_all([*processes.descendants(record.pid), record.pid])
+                processes.kill_all([*processes.list_descendants(record.pid), record.pid])
             remove_leftovers(record)
         if self.mounted:
             subprocess.run(["umount", "--lazy", str(self.home)], check=False, capture_output=True)

@@ -201,7 +201,7 @@ class _UseRecorder:
         self.samples += filter(None, (sample_process(at, name, number) for name, number in named.items()))
         self.samples.append(sample_place(at, "state directory", _files(state)))
         if record is not None:
-            below = processes.descendants(record.pid) if record.alive else []
+            below = processes.list_descendants(record.pid) if record.alive else []
             self.samples.append(sample_place(at, "Ray's folder", _files(Path(record.temp_dir))))
             self.samples.append(sample_place(at, "shared memory", own_shared_memory(below)))
 

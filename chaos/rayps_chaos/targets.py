@@ -92,7 +92,7 @@ class JobProcesses:
             own = os.getpid()
             return [ChaosProcess(role, 0, own, processes.start_time(own) or 0)]
         daemon = read_record(self.state_dir)
-        under = set() if daemon is None or not daemon.alive else set(processes.descendants(daemon.pid))
+        under = set() if daemon is None or not daemon.alive else set(processes.list_descendants(daemon.pid))
         found = []
         for number, (pid, named_at) in sorted(self._named(role, under).items()):
             facts = process_facts(pid, named_at, under_ray=pid in under)
@@ -132,7 +132,7 @@ class JobProcesses:
                 return {} if pid is None else {0: (pid, at)}
             case _:
                 names = _TITLES[role]
-                pids = [pid for pid in under if any(name in "".join(processes.command(pid)[:1]) for name in names)]
+                pids = [pid for pid in under if any(name in "".join(processes.read_command(pid)[:1]) for name in names)]
                 return {number: (pid, now) for number, pid in enumerate(sorted(pids))}
 
 
@@ -149,7 +149,7 @@ class NewbornProcesses:
         """Return the processes of a role, oldest first."""
         daemon, now = read_record(self._state_dir), time.time()
         found: list[tuple[float, int, int]] = []
-        for pid in [] if daemon is None or not daemon.alive else processes.descendants(daemon.pid):
+        for pid in [] if daemon is None or not daemon.alive else processes.list_descendants(daemon.pid):
             facts = process_facts(pid, now, under_ray=True)
             since = processes.start_time(pid)
             if since is None or facts.started_at is None or refusal(role, facts, os.geteuid()) is not None:
@@ -173,4 +173,4 @@ def process_facts(pid: int, named_at: float, *, under_ray: bool) -> ProcessFacts
     except OSError:
         since, owner, boot = None, -1, 0.0
     started_at = None if since is None else boot + since / _TICK
-    return ProcessFacts(started_at, " ".join(processes.command(pid)), owner, under_ray, named_at)
+    return ProcessFacts(started_at, " ".join(processes.read_command(pid)), owner, under_ray, named_at)

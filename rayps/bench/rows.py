@@ -20,7 +20,7 @@ from rayps_client.errors import ConfigError
 
 from rayps.bench.table import BenchRow
 from rayps.cluster.local import ActorHandle, Cluster
-from rayps.core.partition import slices
+from rayps.core.partition import cut_slices
 from rayps.ps.server_group import ServerGroup
 
 Ids = NDArray[np.int64]
@@ -89,7 +89,7 @@ class RowsBench:
     def turns_by_calls(self, shards: list[ActorHandle], rows: int, dim: int, turns: int) -> tuple[float, float]:
         """Make a warm-up turn, then `turns` turns by actor calls; return these turns' wall-clock start and end."""
         ids = np.sort(_batches(self._rank, rows, 1)[0])
-        bounds = [cut.start for cut in slices(rows * SPARSITY, len(shards))]
+        bounds = [cut.start for cut in cut_slices(rows * SPARSITY, len(shards))]
         places = [*np.searchsorted(ids, bounds).tolist(), rows]
         cuts = [slice(a, b) for a, b in itertools.pairwise(places)]
         local = [ids[cut] - bound for cut, bound in zip(cuts, bounds, strict=True)]
@@ -136,7 +136,9 @@ def bench_rows(
         raise ConfigError(f"rows is {rows} and dim is {dim}: give at least 1 of each", field="rows")
     table = torch.zeros(rows * SPARSITY, dim)
     actors = [cluster.spawn("rayps.bench.rows:RowsBench", rank) for rank in range(workers)]
-    handles = [cluster.spawn("rayps.bench.rows:RayTable", c.stop - c.start, dim) for c in slices(len(table), shards)]
+    handles = [
+        cluster.spawn("rayps.bench.rows:RayTable", c.stop - c.start, dim) for c in cut_slices(len(table), shards)
+    ]
     group = ServerGroup(table, shards=shards, optimizer=_sgd, staleness=None, workers=workers, cluster=cluster)
     rates: dict[str, list[float]] = {name: [] for name in contenders}
     try:

@@ -18,7 +18,7 @@ from rayps_client.errors import ConfigError
 
 from rayps.bench.table import BenchRow
 from rayps.cluster.local import ActorHandle, Cluster
-from rayps.core.partition import slices
+from rayps.core.partition import cut_slices
 from rayps.ps.server_group import ServerGroup
 
 CONTENDERS = ("own", "resident", "message", "ray")
@@ -81,7 +81,7 @@ class ServerBench:
     def turns_by_calls(self, shards: list[ActorHandle], n: int, turns: int, start: float) -> tuple[float, float]:
         """Start `turns` turns by actor calls at the wall-clock time `start`; return the wall-clock start and end."""
         grad, out = np.random.default_rng(0).random(n, np.float32), np.empty(n, np.float32)
-        cuts = slices(n, len(shards))
+        cuts = cut_slices(n, len(shards))
 
         def turn() -> None:
             replies = [shard.call("push_pull", grad[cut]) for shard, cut in zip(shards, cuts, strict=True)]
@@ -128,7 +128,7 @@ def _at_size(
 ) -> list[ServerRow]:
     size = len(actors)
     group = ServerGroup(torch.zeros(n), shards=shards, optimizer=_sgd, staleness=None, workers=size, cluster=cluster)
-    handles = [cluster.spawn("rayps.bench.server:RayShard", c.stop - c.start) for c in slices(n, shards)]
+    handles = [cluster.spawn("rayps.bench.server:RayShard", c.stop - c.start) for c in cut_slices(n, shards)]
     counts = {name: _turns(4 * n, name) for name in contenders}
     rates: dict[str, list[float]] = {name: [] for name in contenders}
     try:

@@ -18,7 +18,7 @@ from typing import Annotated, Any, ClassVar, NamedTuple, TypeAlias, cast
 
 from rayps_client.values import JsonObject
 
-from rayps.core.sizes import size as size_of
+from rayps.core.sizes import parse_size as size_of
 
 Values: TypeAlias = Mapping[str, Any]  # the values of a command's options, by the name of the parameter
 

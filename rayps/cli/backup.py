@@ -10,7 +10,7 @@ import typer
 from rayps_client.errors import ServiceError
 
 from rayps.cli import show
-from rayps.cli.servers import size
+from rayps.cli.servers import format_size
 from rayps.cli.show import Output
 from rayps.service.settings import Settings
 
@@ -40,8 +40,8 @@ def backup(
     if output is Output.json:
         show.dump(asdict(made))
         return
-    show.line(f"{target}: {made.jobs} jobs, {made.files} files, {size(made.bytes)}")
-    show.note(
+    show.print_line(f"{target}: {made.jobs} jobs, {made.files} files, {format_size(made.bytes)}")
+    show.print_note(
         f"the copy contains the service's tokens. To restore: stop the service, move {made.state_dir} away, then run "
         f"`cp -a {target} {made.state_dir}`"
     )

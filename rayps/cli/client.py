@@ -15,7 +15,7 @@ from rayps_client.members.membership_options import MembershipOptions
 from rayps.cli import show
 from rayps.cli.show import Output
 from rayps.service.client import Client
-from rayps.service.job_file import assignments
+from rayps.service.job_file import parse_assignments
 from rayps.service.rest_answers import TokenAnswer
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ def client(
         state=state,
         patience=patience,
         device=device,
-        params=assignments(changes or []),
+        params=parse_assignments(changes or []),
         certificate=certificate,
         pins=pin or (),
         proxy=proxy,
@@ -175,19 +175,19 @@ def client(
         ),
     )
     if show_statement:
-        command.show_statement(options, show.line)
+        command.show_statement(options, show.print_line)
         return
     try:
         with sigterm_raises():
-            ended = command.run_client(options, _trainer, show.note)
+            ended = command.run_client(options, _make_trainer, show.print_note)
     except Terminated:
-        show.note(f"rayps: {MESSAGE}")
+        show.print_note(f"rayps: {MESSAGE}")
         raise typer.Exit(EXIT_CODE) from None
     if not ended.succeeded:
         raise typer.Exit(1)
 
 
-def _trainer(options: ClientOptions) -> WorkloadTrainer:
+def _make_trainer(options: ClientOptions) -> WorkloadTrainer:
     """Return the trainer of the command's workload."""
     from rayps.clients.workload_trainer import WorkloadTrainer, own_data
     from rayps.workload.base import load
@@ -229,13 +229,14 @@ def _show_token(found: TokenAnswer, to: str | None, output: Output) -> None:
     if output is Output.json and to in (None, "-"):
         show.dump(found)
         return
-    show.secret(found["token"], to)
+    show.print_secret(found["token"], to)
     if output is Output.json:
         show.dump({key: value for key, value in found.items() if key != "token"})
         return
     access = "has full access, as the service's user" if _of_user(found) else "can take part as a client"
-    show.note(
-        f"token {found['id']} is for {_holder(found)}. Its secret is shown only now: save it. Whoever has the secret "
+    show.print_note(
+        f"token {found['id']} is for {_describe_holder(found)}. Its secret is shown only now: save it. Whoever has "
+        "the secret "
         f"{access}: send the secret over a secure channel.\nTo revoke the token: `rayps token revoke {found['id']}`"
     )
 
@@ -255,13 +256,13 @@ def list_tokens(
     if output is Output.json:
         show.dump(found)
         return
-    show.table(
+    show.print_table(
         ["id", "for", "made", "until", ""],
         [
             [
                 t["id"],
-                _holder(t),
-                show.age(t["created_at"]),
+                _describe_holder(t),
+                show.format_age(t["created_at"]),
                 t["expires_at"] or "",
                 "revoked" if t["revoked_at"] else "",
             ]
@@ -282,13 +283,15 @@ def rotate(token_id: TokenId, to: show.To = None, output: Format = Output.table)
         show.refuse_secret(to)
     show.refuse_existing(to)
     with Client() as service:
-        found = service.call("POST", f"{_path(service, token_id)}/rotate")
+        found = service.call("POST", f"{_find_path(service, token_id)}/rotate")
     if own and to is None:
         found.pop("token")
         if output is Output.json:
             show.dump(found)
         else:
-            show.line(f"{found['id']} is the service's own token now; it is in the file `token` of the state directory")
+            show.print_line(
+                f"{found['id']} is the service's own token now; it is in the file `token` of the state directory"
+            )
         return
     _show_token(found, to, output)
 
@@ -301,14 +304,14 @@ def revoke(token_id: TokenId, output: Format = Output.table) -> None:
     is revoked, all browser sessions end.
     """
     with Client() as service:
-        found = service.call("DELETE", _path(service, token_id))
+        found = service.call("DELETE", _find_path(service, token_id))
     if output is Output.json:
         show.dump(found)
     else:
-        show.line(f"{found['id']} is revoked; it was for {_holder(found)}")
+        show.print_line(f"{found['id']} is revoked; it was for {_describe_holder(found)}")
 
 
-def _path(service: Client, token_id: str) -> str:
+def _find_path(service: Client, token_id: str) -> str:
     """Return the REST path of a user's or a client's token."""
     known = [each["id"] for each in service.call("GET", USER_TOKENS)["tokens"]]
     return f"{USER_TOKENS if token_id in (*known, LOCAL) else CLIENT_TOKENS}/{quote(token_id, safe='')}"
@@ -327,7 +330,7 @@ def joined(
     if output is Output.json:
         show.dump(found)
         return
-    show.table(
+    show.print_table(
         ["client", "name", "state", "samples", "seen", ""],
         [
             [
@@ -342,14 +345,14 @@ def joined(
         ],
     )
     if note := found.get("ended") or found["waits"]:  # an older service has no `ended`
-        show.note(note)
+        show.print_note(note)
 
 
 def _of_user(token: TokenAnswer) -> bool:
     return "job" not in token
 
 
-def _holder(token: TokenAnswer) -> str:
+def _describe_holder(token: TokenAnswer) -> str:
     if _of_user(token):
         return "the service's own command line" if token["name"] == LOCAL else f"the user {token['name']}"
     client = f"the client {token['name']}" if token["name"] else "any client"

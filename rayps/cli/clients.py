@@ -10,7 +10,7 @@ from rayps_client.errors import ConfigError
 
 from rayps.cli import show
 from rayps.cli.show import Output
-from rayps.service.job_file import assignments
+from rayps.service.job_file import parse_assignments
 
 if TYPE_CHECKING:
     from rayps.data.clients import Clients
@@ -45,7 +45,7 @@ def clients(
     from rayps.data import rule
     from rayps.workload.base import load
 
-    workload = load(target, str(Path.cwd()), assignments(changes or []))
+    workload = load(target, str(Path.cwd()), parse_assignments(changes or []))
     data = workload.evaluation_data() if evaluation else workload.data()
     if client is not None:
         data = data.with_clients(rule(client) if "(" in client or ":" in client else client)
@@ -56,21 +56,21 @@ def clients(
             picture.write_text(found.svg(), encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"{picture} cannot be written: {error.strerror or error}", field="picture") from None
-        show.note(f"written to {picture}")
+        show.print_note(f"written to {picture}")
     if as_json or output is Output.json:
         show.dump({**found.summary(), "statistics": found.statistics().to_pylist()})
         return
-    _table(found)
+    _print_table(found)
 
 
-def _table(found: Clients) -> None:
+def _print_table(found: Clients) -> None:
     table, summary = found.statistics(), found.summary()
     rows, columns = [], ["client", "rows"]
     if "labels" in table.column_names:
         columns += ["labels", "entropy"]
     names = [name for name in table.column_names if name.startswith("label ")]
     strip = len(names) if len(names) <= 30 else 0
-    room, taken = show.width(), max(map(len, found.names), default=0) + _FIGURES
+    room, taken = show.find_width(), max(map(len, found.names), default=0) + _FIGURES
     apart = " " if room is None or taken + 2 * strip <= room else ""
     if strip:
         columns.append(apart.join(name.removeprefix("label ")[:1] for name in names))
@@ -82,8 +82,8 @@ def _table(found: Clients) -> None:
             most = max(record[name] for name in names)
             row.append(apart.join(_shade(record[name], most) for name in names))
         rows.append(row)
-    show.table(columns, rows)
-    show.note(
+    show.print_table(columns, rows)
+    show.print_note(
         f"{summary['rows']} rows are divided among {summary['clients']} clients by {summary['rule']}: a client has "
         f"{summary['smallest']} to {summary['largest']} rows, median {summary['median']:g}"
     )

@@ -39,12 +39,12 @@ class Finding:
         return self.required and self.found is None
 
 
-def findings() -> list[Finding]:
+def list_findings() -> list[Finding]:
     """Check all requirements; return the findings in the order in which they are shown."""
-    return list(_all())
+    return list(_yield_all())
 
 
-def chromium() -> str | None:
+def find_chromium() -> str | None:
     """Return the path of a Chromium or Chrome, or None if there is none."""
     for name in ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome"):
         if (path := shutil.which(name)) is not None:
@@ -52,7 +52,7 @@ def chromium() -> str | None:
     return None
 
 
-def _all() -> Iterator[Finding]:
+def _yield_all() -> Iterator[Finding]:
     version = ".".join(map(str, sys.version_info[:3]))
     fits = (3, 11) <= sys.version_info[:2] < (3, 14)
     yield Finding("Python", version if fits else None, True, "everything", f"3.11 to 3.13 (this is {version})")
@@ -64,32 +64,32 @@ def _all() -> Iterator[Finding]:
         ("uvicorn", "the service"),
         ("sqlalchemy", "the store"),
     ):
-        yield Finding(package, _package(package), True, use, f"pip install {package}")
-    yield Finding("Linux", _linux(), True, "shared memory between processes", "run rayps on Linux")
-    yield _cores()
-    yield _memory()
-    yield _shared_memory()
+        yield Finding(package, _find_package(package), True, use, f"pip install {package}")
+    yield Finding("Linux", _find_linux(), True, "shared memory between processes", "run rayps on Linux")
+    yield _check_cores()
+    yield _check_memory()
+    yield _check_shared_memory()
     yield _open_files()
-    yield _jobs()
+    yield _check_jobs()
     yield Finding(
         "dp-accounting",
-        _package("dp_accounting"),
+        _find_package("dp_accounting"),
         False,
         "privacy=dp(...)",
         "pip install 'rayps[privacy]', or -e '.[privacy]' in a clone",
     )
     yield Finding("git", shutil.which("git"), False, "working on rayps itself", "apt install git")
     yield Finding("make", shutil.which("make"), False, "make demo, make test", "apt install make")
-    yield _node()
-    yield Finding("Chromium", chromium(), False, "the browser tests", "apt install chromium")
-    yield Finding("playwright", _package("playwright"), False, "the browser tests", "pip install playwright")
+    yield _check_node()
+    yield Finding("Chromium", find_chromium(), False, "the browser tests", "apt install chromium")
+    yield Finding("playwright", _find_package("playwright"), False, "the browser tests", "pip install playwright")
     yield Finding(
         "PostgreSQL", shutil.which("psql"), False, "nothing yet: the store is SQLite", "apt install postgresql"
     )
-    yield Finding("NVIDIA GPU", _gpu(), False, "resources: {gpu: 1}", "a GPU with its driver (nvidia-smi)")
+    yield Finding("NVIDIA GPU", _find_gpu(), False, "resources: {gpu: 1}", "a GPU with its driver (nvidia-smi)")
 
 
-def _package(name: str) -> str | None:
+def _find_package(name: str) -> str | None:
     if importlib.util.find_spec(name) is None:
         return None
     try:
@@ -98,11 +98,11 @@ def _package(name: str) -> str | None:
         return "found"
 
 
-def _linux() -> str | None:
+def _find_linux() -> str | None:
     return os.uname().release if sys.platform == "linux" and Path("/proc/self/stat").exists() else None
 
 
-def _cores() -> Finding:
+def _check_cores() -> Finding:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return Finding(
         "cores",
@@ -113,9 +113,9 @@ def _cores() -> Finding:
     )
 
 
-def _memory() -> Finding:
+def _check_memory() -> Finding:
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    limit = _cgroup_limit()
+    limit = _read_cgroup_limit()
     size = total if limit is None else min(total, limit)
     return Finding(
         "memory",
@@ -126,7 +126,7 @@ def _memory() -> Finding:
     )
 
 
-def _cgroup_limit() -> int | None:
+def _read_cgroup_limit() -> int | None:
     for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
             text = Path(name).read_text().strip()
@@ -137,7 +137,7 @@ def _cgroup_limit() -> int | None:
     return None
 
 
-def _shared_memory() -> Finding:
+def _check_shared_memory() -> Finding:
     size = shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else 0
     return Finding(
         "/dev/shm",
@@ -161,14 +161,14 @@ def _open_files() -> Finding:
     )
 
 
-def _jobs() -> Finding:
+def _check_jobs() -> Finding:
     """Check that the store has a current row for every job folder. Nothing is changed."""
     name, use = "jobs in the store", "restoring jobs (in RAYPS_STATE_DIR)"
     try:
         settings = Settings.read()
         if not settings.jobs_dir.is_dir():
             return Finding(name, "no state directory yet", False, use, "")
-        rows = _rows(settings.database)
+        rows = _read_rows(settings.database)
         found, _ = adoption.find_differences(settings.jobs_dir, rows)
     except (OSError, sqlite3.Error, ConfigError) as error:
         return Finding(name, None, False, use, f"the state directory cannot be read: {error}")
@@ -183,7 +183,7 @@ def _jobs() -> Finding:
     return Finding(name, None if remedy else f"all {len(rows)}", False, use, remedy)
 
 
-def _rows(database: Path) -> dict[str, adoption.StoreRow]:
+def _read_rows(database: Path) -> dict[str, adoption.StoreRow]:
     if not database.exists():
         return {}
     connection = sqlite3.connect(f"{database.absolute().as_uri()}?mode=ro", uri=True, timeout=5.0)
@@ -194,7 +194,7 @@ def _rows(database: Path) -> dict[str, adoption.StoreRow]:
     return {job_id: adoption.StoreRow(Status(status), attempt) for job_id, status, attempt in found}
 
 
-def _node() -> Finding:
+def _check_node() -> Finding:
     found = None
     if shutil.which("npm") and (node := shutil.which("node")):
         answer = subprocess.run([node, "--version"], capture_output=True, text=True, check=False, timeout=10)
@@ -209,5 +209,5 @@ def _node() -> Finding:
     )
 
 
-def _gpu() -> str | None:
+def _find_gpu() -> str | None:
     return "nvidia-smi" if shutil.which("nvidia-smi") and Path("/dev/nvidiactl").exists() else None

@@ -17,7 +17,7 @@ from rayps_client.values import JsonObject
 from rayps.cli import show
 from rayps.core.urls import Location, is_url
 from rayps.service.client import Client
-from rayps.service.job_file import assignments
+from rayps.service.job_file import parse_assignments
 
 if TYPE_CHECKING:
     from rayps.workload.base import Workload
@@ -59,11 +59,11 @@ def export(
     ] = None,
 ) -> None:
     """Write a trained model into a new folder. The files are safetensors, or what save_pretrained writes."""
-    params = assignments(changes or [])
+    params = parse_assignments(changes or [])
     what = _What(average, client)
     if is_url(source) or Path(source).is_dir():
         made = None if workload is None else _Maker(workload, None, {}, params)
-        found = _remote(source, checkpoint) if is_url(source) else _local(Path(source), checkpoint)
+        found = _find_remote(source, checkpoint) if is_url(source) else _find_local(Path(source), checkpoint)
         _write(found, folder, made, params, what)
         return
     with Client() as service:
@@ -71,7 +71,7 @@ def export(
         spec = job.data["spec"]
         ends = (path for path in job.files() if path.startswith("checkpoints/") and path.endswith(f"/{_MANIFEST}"))
         names = [path.removeprefix("checkpoints/").removesuffix(f"/{_MANIFEST}") for path in ends]
-        chosen = which(sorted(names), checkpoint, f"job {job.id}")
+        chosen = choose_checkpoint(sorted(names), checkpoint, f"job {job.id}")
         folder.absolute().parent.mkdir(parents=True, exist_ok=True)
         draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}.download-", dir=folder.absolute().parent))
         try:
@@ -90,7 +90,7 @@ def export(
             shutil.rmtree(draft, ignore_errors=True)
 
 
-def which(names: list[str], wanted: str, owner: str) -> str:
+def choose_checkpoint(names: list[str], wanted: str, owner: str) -> str:
     """Return the checkpoint of `names` that `wanted` names: "newest", a round's number, or the name itself.
 
     A name such as "best" stands for the one checkpoint in the folder of this name, which a callback keeps. Raises
@@ -110,15 +110,15 @@ def which(names: list[str], wanted: str, owner: str) -> str:
     raise ConfigError(f"{owner} has no checkpoint {wanted!r}: {there}", field="checkpoint")
 
 
-def _local(source: Path, wanted: str) -> Path:
+def _find_local(source: Path, wanted: str) -> Path:
     if (source / _MANIFEST).is_file():
         return source
     found = [*source.glob(f"*/{_MANIFEST}"), *source.glob(f"*/*/{_MANIFEST}")]
     names = sorted(path.parent.relative_to(source).as_posix() for path in found if ".tmp-" not in str(path))
-    return source / which(names, wanted, str(source))
+    return source / choose_checkpoint(names, wanted, str(source))
 
 
-def _remote(source: str, wanted: str) -> str:
+def _find_remote(source: str, wanted: str) -> str:
     from rayps.tensors.checkpoints.checkpoint_place import CheckpointPlace, name_of, step_of
 
     place = CheckpointPlace.of(source)
@@ -127,7 +127,7 @@ def _remote(source: str, wanted: str) -> str:
     names = [name_of(step) for step in place.steps()]
     if wanted not in ("newest", *names) and not wanted.isdecimal():
         names += [f"{wanted}/{name_of(step)}" for step in place.at(wanted).steps()]
-    return str(place.at(which(names, wanted, source)))
+    return str(place.at(choose_checkpoint(names, wanted, source)))
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ def _write(path: Location, folder: Path, maker: _Maker | None, params: JsonObjec
     meta = meta_of(source)
     if KIND in meta:
         _write_modules(source, absolute, maker, params, what)
-        show.line(str(folder))
+        show.print_line(str(folder))
         return
     if maker is None and params:
         raise ConfigError(
@@ -189,8 +189,10 @@ def _write(path: Location, folder: Path, maker: _Maker | None, params: JsonObjec
         else:
             JobClients.of_checkpoint(source, made, Path.cwd()).client(what.client).save(absolute)
     if maker is None:
-        show.note("the tensors are saved by name, without the code of a model: give --workload to use save_pretrained")
-    show.line(str(folder))
+        show.print_note(
+            "the tensors are saved by name, without the code of a model: give --workload to use save_pretrained"
+        )
+    show.print_line(str(folder))
 
 
 def _write_modules(source: Location, folder: Path, maker: _Maker | None, params: JsonObject, what: _What) -> None:
@@ -208,7 +210,7 @@ def _write_modules(source: Location, folder: Path, maker: _Maker | None, params:
             field="workload",
         )
     names = export_modules(parts_of(checkpoint.load(source), None, str(source))[0], folder, str(source))
-    show.note(f"modules of the saved state: {', '.join(names)}; rayps.load_state(model, FOLDER/NAME.safetensors)")
+    show.print_note(f"modules of the saved state: {', '.join(names)}; rayps.load_state(model, FOLDER/NAME.safetensors)")
 
 
 def add(app: typer.Typer) -> None:

@@ -32,17 +32,17 @@ def fit_columns(
     least = [min(width, cut.get(at, _LAST if at == len(widths) - 1 else width)) for at, width in enumerate(widths)]
     kept = list(range(len(widths)))
     for column in omit:
-        if _total([least[at] for at in kept]) > room:
+        if _add_up([least[at] for at in kept]) > room:
             kept.remove(column)
     blocks: list[list[int]] = [[kept[0]]]
-    for unit in _units(kept[1:], beside):
-        if len(blocks[-1]) > 1 and _total([least[at] for at in [*blocks[-1], *unit]]) > room:
+    for unit in _group_columns(kept[1:], beside):
+        if len(blocks[-1]) > 1 and _add_up([least[at] for at in [*blocks[-1], *unit]]) > room:
             blocks.append([kept[0]])
         blocks[-1] += unit
-    return [_widened(block, widths, least, room) for block in blocks]
+    return [_widen(block, widths, least, room) for block in blocks]
 
 
-def _units(columns: Sequence[int], beside: Collection[int]) -> list[list[int]]:
+def _group_columns(columns: Sequence[int], beside: Collection[int]) -> list[list[int]]:
     """Return the columns in groups that stay in one block."""
     found: list[list[int]] = []
     for at in columns:
@@ -53,10 +53,10 @@ def _units(columns: Sequence[int], beside: Collection[int]) -> list[list[int]]:
     return found
 
 
-def _widened(block: Sequence[int], widths: Sequence[int], least: Sequence[int], room: int) -> Block:
+def _widen(block: Sequence[int], widths: Sequence[int], least: Sequence[int], room: int) -> Block:
     """Return a block in which the columns that are narrower than their texts share the room that is left."""
     found = {at: least[at] for at in block}
-    left = room - _total(list(found.values()))
+    left = room - _add_up(list(found.values()))
     narrow = sorted((at for at in block if widths[at] > least[at]), key=lambda at: widths[at] - least[at])
     for number, at in enumerate(narrow):
         more = max(0, min(widths[at] - found[at], left // (len(narrow) - number)))
@@ -65,5 +65,5 @@ def _widened(block: Sequence[int], widths: Sequence[int], least: Sequence[int], 
     return Block(tuple(block), tuple(found[at] for at in block))
 
 
-def _total(widths: Sequence[int]) -> int:
+def _add_up(widths: Sequence[int]) -> int:
     return sum(widths) + _GAP * (len(widths) - 1)

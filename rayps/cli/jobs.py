@@ -23,9 +23,9 @@ from rayps.core.job.warm_start import StartFrom
 from rayps.core.strategy.elastic import workers_of_text
 from rayps.service.client import CURRENT, Client, Job
 from rayps.service.code.code_files import PackedCode
-from rayps.service.job_file import changed, of_function, read
+from rayps.service.job_file import apply_changes, of_function, read
 from rayps.service.rest_answers import CodeAnswer, JobAnswer, RoundsAnswer
-from rayps.service.sweeps.comparison import metric_columns
+from rayps.service.sweeps.comparison import name_metric_columns
 from rayps.strategies.catalogue import StrategySpec, has_real_clients, notes_of
 
 Id = Annotated[str, typer.Argument(metavar="ID", help="The job's id, as `rayps ls` shows it, or its beginning.")]
@@ -136,15 +136,15 @@ def submit(
     packed: list[PackedCode] = []
     with Client(on_packed=packed.append) as client:
         if clone is not None:
-            job = client.submit_again(clone, **cloned_fields(client.job(clone), changes or []) | given)
+            job = client.submit_again(clone, **make_cloned_fields(client.job(clone), changes or []) | given)
         else:
             place = spec.pop("working_dir", CURRENT)
             job = client.submit(spec.pop("workload", None), working_dir=place, upload=upload, **spec)
             note_packed(packed, strategy=spec.get("strategy"))
         if not follow:
-            _submitted(job, output)
+            _print_submitted(job, output)
             return
-        show.note(f"job {job.id} was submitted")
+        show.print_note(f"job {job.id} was submitted")
         raise typer.Exit(_follow(job, output))
 
 
@@ -176,13 +176,13 @@ def note_packed(sent: Iterable[PackedCode], *, strategy: StrategySpec | None) ->
     """
     for packed in sent:
         rows = packed.data_note() if strategy is not None and has_real_clients(strategy) else ""
-        show.note("\n".join(filter(None, [packed.summary(), rows, packed.left_out()])))
+        show.print_note("\n".join(filter(None, [packed.summary(), rows, packed.left_out()])))
 
 
-def cloned_fields(job: Job, changes: Sequence[str]) -> Keywords:
+def make_cloned_fields(job: Job, changes: Sequence[str]) -> Keywords:
     """Return the specification of a job as fields for the next one, with `key=value` changes."""
     fields: Keywords = {key: value for key, value in job.data["spec"].items() if value is not None and key != "env"}
-    return changed(fields, changes)
+    return apply_changes(fields, changes)
 
 
 def clone(
@@ -201,23 +201,23 @@ def clone(
     with Client() as client:
         first = client.job(job_id)
         target = first.write_code(folder or Path(f"{first.data['name'].replace(' ', '-')}-{first.id[-6:].lower()}"))
-        show.note(f"the code {str(first.data['spec']['code'])[:12]} of job {first.id} is in {target}")
+        show.print_note(f"the code {str(first.data['spec']['code'])[:12]} of job {first.id} is in {target}")
         if run:
-            fields = cloned_fields(first, changes or [])
+            fields = make_cloned_fields(first, changes or [])
             given = {"env": variables} if (variables := variables_of(env or [])) else {}
-            _submitted(client.submit_again(first.id, **fields | given), output)
+            _print_submitted(client.submit_again(first.id, **fields | given), output)
         elif output is Output.json:
             show.dump({"folder": str(target), "code": first.data["spec"]["code"], "spec": first.data["spec"]})
 
 
-def _submitted(job: Job, output: Output) -> None:
+def _print_submitted(job: Job, output: Output) -> None:
     if output is Output.json:
         show.dump(job.data)
         return
-    show.line(job.id)
+    show.print_line(job.id)
     for note in notes_of(job.data["spec"]["strategy"]):
-        show.note(note)
-    show.note(f"to follow the job: `rayps logs {job.id} -f`; to stop it: `rayps stop {job.id}`")
+        show.print_note(note)
+    show.print_note(f"to follow the job: `rayps logs {job.id} -f`; to stop it: `rayps stop {job.id}`")
 
 
 def _follow(job: Job, output: Output) -> int:
@@ -227,20 +227,20 @@ def _follow(job: Job, output: Output) -> int:
             if topic == "events":
                 for event in data["events"]:
                     if event["kind"] not in _OMITTED:
-                        show.note(f"{event['kind']}: {event['message']}")
+                        show.print_note(f"{event['kind']}: {event['message']}")
             elif topic == "logs" and output is Output.table:
                 for line in data["lines"]:
-                    show.note(f"{line['source']}: {line['text']}")
+                    show.print_note(f"{line['source']}: {line['text']}")
             elif topic == "job":
                 status_line.update(data)
     except KeyboardInterrupt:
-        show.note(f"detached: job {job.id} continues; to stop it: `rayps stop {job.id}`")
+        show.print_note(f"detached: job {job.id} continues; to stop it: `rayps stop {job.id}`")
         return DETACHED
     if output is Output.json:
         show.dump(job.data)
     elif job.result:
-        show.line(show.measures(job.result))
-    show.note(f"job {job.id} is {job.data['status']}: {job.data['reason'] or ''}")
+        show.print_line(show.measures(job.result))
+    show.print_note(f"job {job.id} is {job.data['status']}: {job.data['reason'] or ''}")
     return 0 if job.data["status"] == Status.SUCCEEDED else FAILED
 
 
@@ -278,7 +278,7 @@ class _StatusLine:
     def _print(self, line: str) -> None:
         if line != self._last:
             self._last = line
-            show.note(line)
+            show.print_note(line)
 
 
 def ls(
@@ -306,20 +306,20 @@ def ls(
         [
             job.id,
             job.data["name"],
-            show.status(job.data["status"]),
-            show.age(job.data["created_at"]),
+            show.colour_status(job.data["status"]),
+            show.format_age(job.data["created_at"]),
             f"{show.workers_of(job.data)} x {show.strategy_of(job.data)}",
-            ", ".join(filter(None, [show.result(job.data), _throttled_text(job.data)]))
-            or short_reason(job.data["reason"]),
+            ", ".join(filter(None, [show.format_result(job.data), _describe_throttling(job.data)]))
+            or shorten_reason(job.data["reason"]),
         ]
         for job in jobs
     ]
     columns = ["id", "name", "status", "age", "workers", "result"]
-    show.table(columns, rows, cut={"name": 10, "workers": 16}, omit=("workers",))
+    show.print_table(columns, rows, cut={"name": 10, "workers": 16}, omit=("workers",))
     every = sum(counts.values()) if status is None else counts[status]
     if len(jobs) < every:
         kinds = ", ".join(f"{number} {each}" for each, number in counts.items() if number)
-        show.note(f"these are the newest {len(jobs)} of {every} jobs (--limit); in all: {kinds}")
+        show.print_note(f"these are the newest {len(jobs)} of {every} jobs (--limit); in all: {kinds}")
 
 
 def get(job_id: Id, output: Format = Output.table) -> None:
@@ -335,7 +335,7 @@ def get(job_id: Id, output: Format = Output.table) -> None:
         return
     spec, progress = data["spec"], data["progress"] or {}
     start = spec.get("start_from")
-    show.facts(
+    show.print_facts(
         [
             ("id", data["id"]),
             ("name", data["name"]),
@@ -345,32 +345,32 @@ def get(job_id: Id, output: Format = Output.table) -> None:
             ("run", spec.get("run")),
             ("strategy", show.strategy_of(data)),
             ("workers", show.workers_of(data)),
-            ("allowed workers", _allowed(data)),
+            ("allowed workers", _describe_allowed(data)),
             ("sweep", data["sweep"]),
-            ("params", show.params(data["params"])),
+            ("params", show.format_params(data["params"])),
             ("resumed from", spec.get("resume")),
             ("started from", None if start is None else StartFrom.parse(start).path),
-            ("code", None if code is None else code_text(code)),
+            ("code", None if code is None else describe_code(code)),
             ("requirements", ", ".join(spec.get("requirements") or [])),
             ("env", ", ".join(spec.get("env") or [])),
-            ("operations/s", _operations(progress.get("server_group"))),
+            ("operations/s", _describe_operations(progress.get("server_group"))),
             ("submitted", data["created_at"]),
             ("started", data["started_at"]),
             ("finished", data["finished_at"]),
             ("attempt", data["attempt"]),
             ("failures", progress.get("failures")),
-            ("round", _round(progress)),
-            ("batch loss", show.number(progress.get("loss"))),
+            ("round", _describe_round(progress)),
+            ("batch loss", show.format_number(progress.get("loss"))),
             ("evaluation", None if data["metrics"] else show.measures(progress.get("metrics"))),
             ("metrics", show.measures(data["metrics"])),
-            ("privacy", None if claim is None else privacy_text(claim)),
+            ("privacy", None if claim is None else describe_privacy(claim)),
             ("checkpoint", data["checkpoint"]),
             ("best checkpoint", progress.get("best")),
         ]
     )
 
 
-def _allowed(data: JobAnswer) -> str | None:
+def _describe_allowed(data: JobAnswer) -> str | None:
     """Return how many workers an elastic job may have now, and the most that were requested, as text."""
     counts = data["elastic"]
     if counts is None or data["finished_at"] is not None:
@@ -393,17 +393,19 @@ def is_private(strategy: Json) -> bool:
     return isinstance(strategy, list) and any(map(is_private, strategy))
 
 
-def privacy_text(claim: Keywords) -> str:
+def describe_privacy(claim: Keywords) -> str:
     """Return a job's claim of privacy as text on one line: epsilon, delta, and against whom it holds."""
     releases = claim["releases"]
-    found = f"epsilon {show.number(float(claim['epsilon']))} at delta {claim['delta']:g} for each {claim['unit']}, "
+    found = (
+        f"epsilon {show.format_number(float(claim['epsilon']))} at delta {claim['delta']:g} for each {claim['unit']}, "
+    )
     found += f"after {releases} release{'' if releases == 1 else 's'}; "
     if not claim["proves"]:
         return found + str(claim["claim"]).replace("This run proves", "it proves", 1)
     return found + f"holds against {'; '.join(claim['holds_against'])}"
 
 
-def code_text(code: CodeAnswer) -> str:
+def describe_code(code: CodeAnswer) -> str:
     """Return a job's code as text on one line: its archive, and the Git commit with what differs from it."""
     origin = code["origin"] or {}
     found = [str(code["code"])[:12]]
@@ -420,7 +422,7 @@ def code_text(code: CodeAnswer) -> str:
     return ", ".join(found)
 
 
-def _round(progress: ProgressRecord) -> str | None:
+def _describe_round(progress: ProgressRecord) -> str | None:
     if "round" not in progress:
         return None
     rounds = progress.get("rounds")
@@ -440,9 +442,9 @@ def logs(
             printed = False
             for line in job.logs(follow=follow):
                 printed = True
-                show.line(f"{line['time']} {line['source']} {line['text']}".strip())
+                show.print_line(f"{line['time']} {line['source']} {line['text']}".strip())
             if not printed:
-                show.note(
+                show.print_note(
                     f"the log of job {job.id} ({job.data['status']}) is empty: it has what the workload prints. "
                     f"`rayps events {job.id}` lists the job's events"
                 )
@@ -460,35 +462,35 @@ def metrics(
         job = client.job(job_id)
         if output is Output.json:
             for point in job.metrics():
-                show.line(json.dumps(point))
+                show.print_line(json.dumps(point))
             return
         found = client.call("GET", f"/api/v1/jobs/{job.id}/metrics", params={"max_points": points})
     if not found["series"]:
-        show.note(f"job {job.id} ({job.data['status']}) has no rounds")
+        show.print_note(f"job {job.id} ({job.data['status']}) has no rounds")
     else:
-        _rounds_table(found["series"])
+        _print_rounds(found["series"])
         if all(bucket["loss"] is None for bucket in found["series"]) and is_private(job.data["spec"]["strategy"]):
-            show.note(
+            show.print_note(
                 "training loss and speed are not reported under privacy, because they come from the data without noise"
             )
     for evaluation in found["evaluations"][-5:]:
-        show.line(f"after round {evaluation['round']}: {show.measures(evaluation['metrics'])}")
+        show.print_line(f"after round {evaluation['round']}: {show.measures(evaluation['metrics'])}")
 
 
-def _rounds_table(series: Sequence[RoundsAnswer]) -> None:
+def _print_rounds(series: Sequence[RoundsAnswer]) -> None:
     """Print the rounds of a job, without the columns that no round has."""
     names = list(dict.fromkeys(name for part in series for name in part["numbers"]))
     rows: list[list[show.Cell]] = [
         [
             f"{part['round']}-{part['round_end']}" if part["round_end"] > part["round"] else part["round"],
-            *[show.number((part["loss"] or {}).get(key)) for key in ("mean", "min", "max")],
-            show.number(part["samples_per_second"]),
-            *[show.number(part["numbers"].get(name)) for name in names],
+            *[show.format_number((part["loss"] or {}).get(key)) for key in ("mean", "min", "max")],
+            show.format_number(part["samples_per_second"]),
+            *[show.format_number(part["numbers"].get(name)) for name in names],
         ]
         for part in series
     ]
     fixed = ["round", "loss", "min", "max", "samples/s"]
-    show.table(*show.filled([*fixed, *metric_columns(names, fixed).values()], rows))
+    show.print_table(*show.drop_empty_columns([*fixed, *name_metric_columns(names, fixed).values()], rows))
 
 
 def events(job_id: Id, output: Format = Output.table) -> None:
@@ -499,10 +501,12 @@ def events(job_id: Id, output: Format = Output.table) -> None:
     if output is Output.json:
         show.dump(found)
         return
-    show.table(["when", "what", ""], [[show.clock(e["time"]), e["kind"], text] for e, text in _shortened(found)])
+    show.print_table(
+        ["when", "what", ""], [[show.format_clock(e["time"]), e["kind"], text] for e, text in _shorten(found)]
+    )
 
 
-def _shortened(events: list[Event]) -> list[tuple[Event, str]]:
+def _shorten(events: list[Event]) -> list[tuple[Event, str]]:
     """Return events and their texts. Of consecutive checkpoint events, return only the first and the last.
 
     The text of the last one has the number of checkpoint events that are left out.
@@ -534,14 +538,16 @@ def stop(
             if output is Output.json:
                 show.dump([job.data for job in found.jobs])
             else:
-                show.line(f"{sweep}: stop requested for {sum(job.data['stop_requested'] for job in found.jobs)} jobs")
+                show.print_line(
+                    f"{sweep}: stop requested for {sum(job.data['stop_requested'] for job in found.jobs)} jobs"
+                )
             return
         assert job_id is not None
         job = client.job(job_id).stop()
     if output is Output.json:
         show.dump(job.data)
     else:
-        show.line(f"{job.id}: stop requested")
+        show.print_line(f"{job.id}: stop requested")
 
 
 def scale(
@@ -555,7 +561,7 @@ def scale(
     if output is Output.json:
         show.dump(job.data)
     else:
-        show.line(f"{job.id}: {show.workers_of(job.data)} workers; at most {workers} requested")
+        show.print_line(f"{job.id}: {show.workers_of(job.data)} workers; at most {workers} requested")
 
 
 def delete(
@@ -568,7 +574,7 @@ def delete(
         for job in jobs:
             job.delete()
             if output is Output.table:
-                show.line(f"{job.id} is deleted")
+                show.print_line(f"{job.id} is deleted")
     if output is Output.json:
         show.dump([job.data for job in jobs])
 
@@ -577,18 +583,18 @@ def open_page(to: show.To = None) -> None:
     """Print an address that opens the dashboard once. It is valid for five minutes."""
     show.refuse_secret(to)
     with Client() as client:
-        show.secret(client.page_address(), to)
+        show.print_secret(client.page_address(), to)
 
 
-def _operations(group: GroupFacts | None) -> str | None:
+def _describe_operations(group: GroupFacts | None) -> str | None:
     """Return a job's operations per second on its server group, and its quota if there is one, as text."""
     if not group or group.get("operations_s") is None:
         return None
     most = (group.get("quota") or {}).get("operations")
-    return show.number(float(group["operations_s"])) + ("" if most is None else f" (quota {most:g})")
+    return show.format_number(float(group["operations_s"])) + ("" if most is None else f" (quota {most:g})")
 
 
-def _throttled_text(job: JobAnswer) -> str | None:
+def _describe_throttling(job: JobAnswer) -> str | None:
     return (
         ((job.get("progress") or {}).get("server_group") or {}).get("held_back")
         if (job["status"] == "RUNNING")
@@ -596,7 +602,7 @@ def _throttled_text(job: JobAnswer) -> str | None:
     )
 
 
-def short_reason(text: str | None) -> str:
+def shorten_reason(text: str | None) -> str:
     """Return the first line of why a job has its status, cut to 60 characters, without the place in a file."""
     lines = (text or "").splitlines()
     return textwrap.shorten(lines[0].partition(": /")[0], 60, placeholder=" ...") if lines else ""

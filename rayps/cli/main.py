@@ -53,16 +53,16 @@ app = typer.Typer(
 )
 
 
-def _version(asked: bool) -> None:
+def _print_version(asked: bool) -> None:
     if asked:
-        show.line(f"rayps {rayps.__version__}")
+        show.print_line(f"rayps {rayps.__version__}")
         raise typer.Exit
 
 
 @app.callback(epilog=_EPILOG)
 def top(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     """Distributed training on Ray in which how the workers learn together is one argument."""
@@ -101,9 +101,9 @@ def train(
     output: Annotated[Output, typer.Option("--output", "-o", help="table or json.")] = Output.table,
 ) -> None:
     """Train now, without a service; print the final metrics."""
-    from rayps.service.job_file import assignments
+    from rayps.service.job_file import parse_assignments
 
-    params = assignments(changes or [])
+    params = parse_assignments(changes or [])
     resources = {"cpu": cpus_per_worker, **({"gpu": gpus_per_worker} if gpus_per_worker else {})}
     try:
         result = rayps.train(
@@ -111,7 +111,7 @@ def train(
             strategy=strategy,
             workers=workers_of_text(workers),
             global_batch=global_batch,
-            elastic=assignments(elastic, "--elastic", "cooldown=10") if elastic else None,
+            elastic=parse_assignments(elastic, "--elastic", "cooldown=10") if elastic else None,
             epochs=epochs,
             steps=steps,
             seed=seed,
@@ -134,13 +134,13 @@ def train(
             dry_run=dry_run,
         )
     except KeyboardInterrupt as error:  # typer would drop this error's message
-        raise typer.Exit(_failed("rayps", str(error) or "interrupted before training began", 130)) from None
+        raise typer.Exit(_print_failure("rayps", str(error) or "interrupted before training began", 130)) from None
     if dry_run:
         report = result.events[-1]
         if output is Output.json:
             show.dump({"phases": report["phases"], "metrics": result.metrics})
         else:
-            show.line(str(report["message"]))
+            show.print_line(str(report["message"]))
         return
     if output is Output.json:
         saved = None if result.checkpoint is None else str(result.checkpoint)
@@ -150,11 +150,11 @@ def train(
         show.dump({**found, "params": result.params})
         return
     for name, value in result.metrics.items():
-        show.line(f"{name} {show.number(value)}")
+        show.print_line(f"{name} {show.format_number(value)}")
     if result.checkpoint is not None:
-        show.note(f"checkpoint {result.checkpoint}")
+        show.print_note(f"checkpoint {result.checkpoint}")
     if result.best is not None:
-        show.note(f"best checkpoint {result.best}")
+        show.print_note(f"best checkpoint {result.best}")
 
 
 def _start(given: str | None) -> str | JsonObject | None:
@@ -249,9 +249,9 @@ def serve(
 @app.command()
 def doctor(output: Annotated[Output, typer.Option("--output", "-o", help="table or json.")] = Output.table) -> None:
     """Show what this machine lacks for rayps, and how to get it. The exit code is 1 if a requirement is missing."""
-    from rayps.cli.doctor import findings
+    from rayps.cli.doctor import list_findings
 
-    found = findings()
+    found = list_findings()
     if output is Output.json:
         show.dump(
             [
@@ -270,7 +270,7 @@ def doctor(output: Annotated[Output, typer.Option("--output", "-o", help="table 
             [f.name, f.found or ("MISSING" if f.required else "not found"), f.needed_for, "" if f.found else f.remedy]
             for f in found
         ]
-        show.table(["", "found", "needed for", "how to get it"], rows)
+        show.print_table(["", "found", "needed for", "how to get it"], rows)
     if any(f.failed for f in found):
         raise typer.Exit(1)
 
@@ -306,9 +306,9 @@ def run_app(commands: typer.Typer, program: str, arguments: list[str] | None = N
         code = commands(arguments, standalone_mode=False)
         return code if isinstance(code, int) else 0
     except RaypsError as error:
-        return _failed(program, str(error), error.exit_code)
+        return _print_failure(program, str(error), error.exit_code)
     except (KeyboardInterrupt, typer.Abort) as error:
-        return _failed(program, str(error) or "interrupted", 130)
+        return _print_failure(program, str(error) or "interrupted", 130)
     except BrokenPipeError:
         sys.stderr.close()  # the reader of the pipe has ended: exit without a message, like other tools
         return 141
@@ -317,17 +317,17 @@ def run_app(commands: typer.Typer, program: str, arguments: list[str] | None = N
         if usage is None:
             raise
         if type(error).__name__ == "NoArgsIsHelpError":  # a group without a command: its message is the whole help
-            show.note(usage())
+            show.print_note(usage())
             return 2
         message = " ".join(line.strip() for line in usage().strip().splitlines())
-        return _failed(program, message, 2, hint=f"`{program} COMMAND --help` lists the options")
+        return _print_failure(program, message, 2, hint=f"`{program} COMMAND --help` lists the options")
 
 
-def _failed(program: str, message: str, code: int, hint: str = "") -> int:
+def _print_failure(program: str, message: str, code: int, hint: str = "") -> int:
     lines = [line for line in message.strip().splitlines() if line.strip()][:3]
     if hint and len(lines) < 3:
         lines.append(hint)
-    show.note(f"{program}: " + ("\n".join(lines) or "failed"))
+    show.print_note(f"{program}: " + ("\n".join(lines) or "failed"))
     return code
 
 

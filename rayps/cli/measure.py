@@ -75,7 +75,7 @@ def make_command(name: str, benchmark: Benchmark) -> Any:
             raise ConfigError(f"workers is {workers}: give at least 1", field="workers")
         values = {key: value for key, option in options.items() if (value := option.value(given[key])) is not _ABSENT}
         if "report" in inspect.signature(function).parameters:
-            values["report"] = lambda row: show.note(row.note)
+            values["report"] = lambda row: show.print_note(row.note)
         if _takes_cluster(function):
             found = on_cluster(address, benchmark.cpus(values), lambda cluster: function(cluster, **values))
         else:
@@ -202,8 +202,8 @@ def show_found(output: Output, found: Found) -> None:
     for rows in found.values() if isinstance(found, Mapping) else [_list_rows(found)]:
         if rows:
             headings = split_columns(rows[0].columns)
-            cells = [[show.number(getattr(row, name)) for name in headings] for row in rows]
-            show.table(list(headings.values()), cells)
+            cells = [[show.format_number(getattr(row, name)) for name in headings] for row in rows]
+            show.print_table(list(headings.values()), cells)
     for row in [found] if isinstance(found, BenchRun) else _list_rows(found):
         if row.remark:
-            show.line(row.remark)
+            show.print_line(row.remark)

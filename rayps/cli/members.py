@@ -41,11 +41,13 @@ def ca(
     RAYPS_MEMBER_PASSPHRASE encrypts the key. Who has the key and its passphrase decides who is a member. Let it be
     another party, or at least another machine, than the service's.
     """
-    from rayps.service.tokens.member_authority import new_authority
+    from rayps.service.tokens.member_authority import create_authority
 
-    new_authority(folder, name, days)
-    show.line(str(folder / "ca.pem"))
-    show.note(f"give {folder / 'ca.pem'} to the service and to all members; {folder / 'ca.key'} stays here, secret")
+    create_authority(folder, name, days)
+    show.print_line(str(folder / "ca.pem"))
+    show.print_note(
+        f"give {folder / 'ca.pem'} to the service and to all members; {folder / 'ca.key'} stays here, secret"
+    )
     _note_plain_key()
 
 
@@ -59,12 +61,12 @@ def request(
     The institution does this itself, and sends the request for a certificate to the authority.
     RAYPS_MEMBER_PASSPHRASE encrypts the key.
     """
-    from rayps.service.tokens.member_authority import new_request
+    from rayps.service.tokens.member_authority import create_request
 
     key, asked = to / f"{name}.key", to / f"{name}.csr"
-    new_request(name, key, asked)
-    show.line(str(asked))
-    show.note(f"send {asked} to the federation's authority; {key} stays here, secret")
+    create_request(name, key, asked)
+    show.print_line(str(asked))
+    show.print_note(f"send {asked} to the federation's authority; {key} stays here, secret")
     _note_plain_key()
 
 
@@ -72,7 +74,7 @@ def _note_plain_key() -> None:
     from rayps_client.members.member_key import PASSPHRASE
 
     if not os.environ.get(PASSPHRASE):
-        show.note(f"the key is not encrypted: {PASSPHRASE} was not set")
+        show.print_note(f"the key is not encrypted: {PASSPHRASE} was not set")
 
 
 @members_app.command()
@@ -88,11 +90,11 @@ def issue(
     """
     from cryptography.hazmat.primitives.serialization import Encoding
 
-    from rayps.service.tokens.member_authority import check_authority, others_of, requested_name, was_issued
+    from rayps.service.tokens.member_authority import check_authority, others_of, read_requested_name, was_issued
     from rayps.service.tokens.member_authority import issue as issued_to
 
     check_authority(folder)
-    path = to or asked.with_name(f"{requested_name(asked)}.pem")
+    path = to or asked.with_name(f"{read_requested_name(asked)}.pem")
     if path.exists() and not was_issued(folder, path):
         raise Conflict(
             f"{path} exists, is no certificate of the authority in {folder}, and is not overwritten: give another --to",
@@ -100,11 +102,11 @@ def issue(
         )
     member = issued_to(folder, asked, days)
     path.write_bytes(member.certificate.public_bytes(Encoding.PEM))
-    show.line(str(path))
-    show.note(f"{member.name} has the certificate {member.serial}; give {path} to it, which is no secret")
+    show.print_line(str(path))
+    show.print_note(f"{member.name} has the certificate {member.serial}; give {path} to it, which is no secret")
     for other in others_of(folder, member):
         until = f"{other.certificate.not_valid_after_utc:%Y-%m-%d}"
-        show.note(
+        show.print_note(
             f"it also has the certificate {other.serial}, valid until {until}: "
             f"to end that one, `rayps members revoke {folder} {other.serial}`"
         )
@@ -122,8 +124,8 @@ def revoke(
     from rayps.service.tokens.member_authority import revoke as revoked_by
 
     for member in revoked_by(folder, which):
-        show.line(f"{member.serial} of {member.name} is revoked")
-    show.note(f"the list is {folder / 'revoked.pem'}: put it where `rayps serve --members-revoked` reads it")
+        show.print_line(f"{member.serial} of {member.name} is revoked")
+    show.print_note(f"the list is {folder / 'revoked.pem'}: put it where `rayps serve --members-revoked` reads it")
 
 
 @members_app.command("ls")
@@ -143,7 +145,7 @@ def list_members(folder: Authority, output: Format = Output.table) -> None:
     if output is Output.json:
         show.dump(rows)
     else:
-        show.table(["name", "serial", "until", ""], [list(row.values()) for row in rows])
+        show.print_table(["name", "serial", "until", ""], [list(row.values()) for row in rows])
 
 
 @members_app.command()
@@ -161,7 +163,7 @@ def service() -> None:
             "after the first `rayps serve`",
             field="state_dir",
         )
-    show.line(f"{FINGERPRINT}{Key.load_or_create(path).fingerprint}")
+    show.print_line(f"{FINGERPRINT}{Key.load_or_create(path).fingerprint}")
 
 
 @dataclass(frozen=True)
@@ -214,23 +216,23 @@ def statements(
         clients = [[each.to_json() for each in record] for record in found.clients]
         to.write_text(json.dumps({"job": found.job, "statement": text, "clients": clients}), encoding="utf-8")
     known = None if service_key is None else service_fingerprint(service_key)
-    wrong = [_wrong(each, found.receipts, known) for each in checked]
-    rows = [_row(each, why if verify else None) for each, why in zip(checked, wrong, strict=True)]
+    wrong = [_explain_wrong(each, found.receipts, known) for each in checked]
+    rows = [_make_row(each, why if verify else None) for each, why in zip(checked, wrong, strict=True)]
     if output is Output.json:
         show.dump([row._asdict() for row in rows])
     else:
-        show.table(list(_SUMMARY), _by_client(rows, wrong if verify else []))
+        show.print_table(list(_SUMMARY), _group_by_client(rows, wrong if verify else []))
         for row, why in zip(rows, wrong, strict=True):
             if verify and why:
-                show.line(f"{row.client or 'unknown client'}, round {row.round}: {why}")
+                show.print_line(f"{row.client or 'unknown client'}, round {row.round}: {why}")
     if not verify:
         return
     bad = sum(bool(why) for why in wrong)
-    show.note(f"{len(checked)} acceptances of {len(found.clients)} clients; wrong: {bad}")
+    show.print_note(f"{len(checked)} acceptances of {len(found.clients)} clients; wrong: {bad}")
     if trusted is None:
-        show.note("not checked: who has issued the certificates; give --members-ca FILE")
+        show.print_note("not checked: who has issued the certificates; give --members-ca FILE")
     if text is None:
-        show.note("not checked: the text of the statement; give --statement FILE")
+        show.print_note("not checked: the text of the statement; give --statement FILE")
     if bad:
         raise typer.Exit(1)
 
@@ -247,7 +249,7 @@ class _Row(NamedTuple):
     check: str = ""
 
 
-def _row(checked: CheckedAcceptance, wrong: str | None) -> _Row:
+def _make_row(checked: CheckedAcceptance, wrong: str | None) -> _Row:
     try:
         facts = checked.acceptance.facts()
     except ValueError:
@@ -261,7 +263,7 @@ _SUMMARY = ("client", "updates", "rounds", "first", "last", "statement", "check"
 _HASH = 12  # letters of a hash that the table shows; -o json has it whole
 
 
-def _by_client(rows: Sequence[_Row], wrong: Sequence[str]) -> list[list[int | str]]:
+def _group_by_client(rows: Sequence[_Row], wrong: Sequence[str]) -> list[list[int | str]]:
     """Return a line for each client and statement: what it has signed, from when to when. `wrong`: of each row, why."""
     groups: dict[tuple[str, str], list[int]] = {}
     for at, row in enumerate(rows):
@@ -277,7 +279,7 @@ def _by_client(rows: Sequence[_Row], wrong: Sequence[str]) -> list[list[int | st
     return found
 
 
-def _wrong(checked: CheckedAcceptance, receipts: Mapping[str, Receipt], service_key: str | None) -> str:
+def _explain_wrong(checked: CheckedAcceptance, receipts: Mapping[str, Receipt], service_key: str | None) -> str:
     receipt = receipts.get(checked.acceptance.digest)
     if not checked.wrong and receipt is not None and not receipt.is_valid(service_key):
         return "the service's receipt is not signed with its key"

@@ -10,7 +10,7 @@ from rayps_client.errors import ConfigError
 
 from rayps.cli import show
 from rayps.cli.show import Output
-from rayps.service.job_file import assignments
+from rayps.service.job_file import parse_assignments
 from rayps.service.settings import Settings
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def personal(
     if which is None or who is None:
         missing = "--job ID" if which is None else "--name NAME"
         raise ConfigError(f"give {missing}, as for `rayps client`", field="job" if which is None else "name")
-    workload = load(target, params=assignments(changes or []))
+    workload = load(target, params=parse_assignments(changes or []))
     folder = (state or Settings.read().state_dir / "clients") / which / who
     if found is not None:
         _fetch(found, folder)
@@ -107,11 +107,11 @@ def personal(
             show.dump({"client": who, "rounds": client.given.facts["round"], **measured})
         else:
             names = measured["personal"]
-            cells = [[key, *(show.number(each.get(key)) for each in measured.values())] for key in names]
-            show.table(["metric", "global", "personal"], cells)
+            cells = [[key, *(show.format_number(each.get(key)) for each in measured.values())] for key in names]
+            show.print_table(["metric", "global", "personal"], cells)
     if out is not None:
         client.save(out)
-        show.line(str(out))
+        show.print_line(str(out))
 
 
 def _fetch(client: Identity, folder: Path) -> None:
@@ -122,7 +122,7 @@ def _fetch(client: Identity, folder: Path) -> None:
 
     number, key = identity_of(folder)
     line = Line(auth=client.membership.auth(client.token.fingerprint))
-    connection = ServiceConnection(client.url, client.bearer, _PATIENCE, show.note, line=line)
+    connection = ServiceConnection(client.url, client.bearer, _PATIENCE, show.print_note, line=line)
     try:
         fetch_global(connection, client.token, {"Rayps-Client": f"{client.job}:{number}:{key}"}, folder)
     finally:

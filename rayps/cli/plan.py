@@ -18,17 +18,17 @@ from rayps.cli import show
 from rayps.cli.show import Output
 from rayps.core.grid import Grid
 from rayps.core.pipeline import gantt
-from rayps.core.pipeline.schedule import Table, splits, table
+from rayps.core.pipeline.schedule import Table, make_table, splits
 from rayps.core.pipeline.simulate import Timeline, simulate
 from rayps.core.pipeline.validate import read
-from rayps.core.sizes import size
-from rayps.core.strategy.costs import Costs, amount, costs
+from rayps.core.sizes import parse_size
+from rayps.core.strategy.costs import Costs, estimate_costs, format_bytes
 from rayps.core.strategy.replica import Pipeline, pipeline_of
 from rayps.core.strategy.strategy import Phase, StrategyView
 from rayps.core.strategy.strategy_families import learns_by_client
 from rayps.core.strategy.topology import Peers, replica_of, replicas_in, shard_of
 from rayps.core.strategy.traffic import Sizes
-from rayps.service.job_file import assignments
+from rayps.service.job_file import parse_assignments
 from rayps.strategies.catalogue import parse, wire
 
 if TYPE_CHECKING:
@@ -87,23 +87,23 @@ def plan(
     The plan also shows when workers are idle and what a step costs. Nothing is started.
     """
     phases = parse(strategy, Path.cwd())
-    params = assignments(changes or [])
+    params = parse_assignments(changes or [])
     _check_options(target, batch, parameters, times, params)
-    own = _user_table(schedule, phases)
-    limit = None if memory is None else size(memory, "memory")
+    own = _read_user_table(schedule, phases)
+    limit = None if memory is None else parse_size(memory, "memory")
     found = []
-    workload = None if target is None else _workload(target, batch, params)
-    divisions = [None] * len(phases) if workload is None else _divisions(workload, target, phases, workers)
-    recomputed = [] if workload is None else _recomputed(workload)
+    workload = None if target is None else _load_workload(target, batch, params)
+    divisions = [None] * len(phases) if workload is None else _divide_for_phases(workload, target, phases, workers)
+    recomputed = [] if workload is None else _list_recomputed(workload)
     for phase, division in zip(phases, divisions, strict=True):
-        count = _workers(phase.strategy, workers)
+        count = _count_workers(phase.strategy, workers)
         if workload is None:
-            cost = costs(phase.strategy, count, Sizes(int(parameters or 0), batch=batch or 0), own)
+            cost = estimate_costs(phase.strategy, count, Sizes(int(parameters or 0), batch=batch or 0), own)
         else:
-            from rayps.runtime.results.cost_report import expected
+            from rayps.runtime.results.cost_report import predict_costs
 
-            cost = expected(workload, phase.strategy, count, division, batch, activations=True)
-        timeline = _timeline(phase.strategy, own, workload if times else None, division, count)
+            cost = predict_costs(workload, phase.strategy, count, division, batch, activations=True)
+        timeline = _make_timeline(phase.strategy, own, workload if times else None, division, count)
         drawn = _Plan(phase, cost, division, timeline, limit, has_workload=workload is not None, timed=times)
         drawn.recomputed = recomputed
         found.append(drawn)
@@ -114,7 +114,7 @@ def plan(
         return
     for i, each in enumerate(found):
         if i:
-            show.line("")
+            show.print_line("")
         each.show()
 
 
@@ -160,7 +160,7 @@ class _Plan:
         self.limit, self.has_workload, self.timed = limit, has_workload, timed
         self.known = any(each["parameters"] for each in cost.memory)
         self.recomputed: list[str] = []  # the modules whose activations are computed again
-        self.name = show.strategy(wire([Phase(None, phase.strategy)]))
+        self.name = show.format_strategy(wire([Phase(None, phase.strategy)]))
 
     @property
     def title(self) -> str:
@@ -197,20 +197,20 @@ class _Plan:
     def show(self) -> None:
         """Print the plan."""
         grid = self.costs.grid
-        show.line(f"{self.name}\n{_grid_text(grid)}")
+        show.print_line(f"{self.name}\n{_describe_grid(grid)}")
         if self.division is not None:
-            show.line("")
+            show.print_line("")
             self._show_division(self.division)
         if self.timeline is not None:
-            show.line("")
+            show.print_line("")
             self._show_schedule(self.timeline)
-        show.line("")
+        show.print_line("")
         self._show_traffic()
         if self.known:
-            show.line("")
+            show.print_line("")
             self._show_memory()
         for note in self.unfit():
-            show.line(f"\n{note}")
+            show.print_line(f"\n{note}")
 
     def _show_division(self, division: Division) -> None:
         rows: list[list[str]] = []
@@ -220,63 +220,63 @@ class _Plan:
             borrowed, share = fact["held"] - fact["owned"], fact["owned"] / whole
             rows.append(
                 [
-                    _worker_name(self.costs.grid, len(rows)),
+                    _name_worker(self.costs.grid, len(rows)),
                     spans or "parts of all",
                     f"{fact['owned']:,}",
                     f"{share:.1%}",
                     f"{borrowed:,}" if borrowed else "",
-                    amount(fact["bytes"]),
+                    format_bytes(fact["bytes"]),
                 ]
             )
-        show.table(["worker", "layers", "parameters", "of all", "borrowed", "bytes"], rows)
+        show.print_table(["worker", "layers", "parameters", "of all", "borrowed", "bytes"], rows)
 
     def _show_schedule(self, timeline: Timeline) -> None:
         colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-        show.line(f"{self.title}; {'as measured here' if self.timed else 'time in forward passes of a stage'}")
-        show.line(gantt.text(timeline, _WIDTH, colour=colour, unit=" s" if self.timed else ""))
+        show.print_line(f"{self.title}; {'as measured here' if self.timed else 'time in forward passes of a stage'}")
+        show.print_line(gantt.draw_text(timeline, _WIDTH, colour=colour, unit=" s" if self.timed else ""))
         p, found = len(timeline.rows), self.costs
         apart = (
             f"; of stages 0, 1, ...: {', '.join(f'{float(each):.1%}' for each in timeline.idles)}" if self.timed else ""
         )
         formula = f"; formula {found.idle_formula} = {float(found.idle or 0):.1%}" if found.idle_formula else ""
-        show.line(f"idle         {float(timeline.idle):.1%} of the time{apart}{formula}")
+        show.print_line(f"idle         {float(timeline.idle):.1%} of the time{apart}{formula}")
         held = ", ".join(map(str, timeline.peaks)) if p <= 16 else f"{min(timeline.peaks)} to {max(timeline.peaks)}"
         where = "in stages 0, 1, ..." if p <= 16 else "in a stage"
-        show.line(f"activations  of at most {held} micro-batches at a time {where}")
+        show.print_line(f"activations  of at most {held} micro-batches at a time {where}")
 
     def _show_traffic(self) -> None:
         rows = [
             [
                 cost.what,
                 _count(cost.messages),
-                *([_bytes(cost.bytes), _bytes(cost.busiest)] if self.known else []),
+                *([_format_bytes(cost.bytes), _format_bytes(cost.busiest)] if self.known else []),
                 cost.hidden if cost.bytes != 0 else "",
                 cost.formula,
             ]
             for cost in self.costs.traffic
         ]
         if len(rows) > 1:
-            whole = [_bytes(self.costs.bytes), ""] if self.known else []
+            whole = [_format_bytes(self.costs.bytes), ""] if self.known else []
             rows.append(["all workers", _count(self.costs.messages), *whole, "", ""])
         figures = ["bytes", "of one worker"] if self.known else []
         turn = "round" if learns_by_client(self.strategy) else "step"
-        show.table([f"traffic of a {turn}", "messages", *figures, "hidden", "formula"], rows)
+        show.print_table([f"traffic of a {turn}", "messages", *figures, "hidden", "formula"], rows)
 
     def _show_memory(self) -> None:
         known = [key for key in _MEMORY if any(key in each for each in self.costs.memory)]
         keys = [key for key in known if self.has_workload or key in ("parameters", "gradients")]
         rows = [
-            [_worker_name(self.costs.grid, i), *[amount(each[key]) for key in keys]]
+            [_name_worker(self.costs.grid, i), *[format_bytes(each[key]) for key in keys]]
             for i, each in enumerate(self.costs.memory)
         ]
-        show.table(["memory", *keys], rows)
+        show.print_table(["memory", *keys], rows)
         if self.costs.memory_formula:
-            show.line(self.costs.memory_formula)
+            show.print_line(self.costs.memory_formula)
         if self.recomputed:
             from rayps.workload.model_blocks import named_briefly
 
             names = named_briefly(self.recomputed)
-            show.line(
+            show.print_line(
                 f"activations  of {len(self.recomputed)} modules ({names}) are computed again; the memory is that of "
                 "their inputs, and of all of the largest one"
             )
@@ -289,8 +289,9 @@ class _Plan:
             if self.limit is not None and each["all"] > self.limit:
                 most = max(_MEMORY[:-1], key=lambda key: each.get(key, 0.0))
                 found.append(
-                    f"does not fit: {_worker_name(grid, i)} needs {amount(each['all'])} but has {amount(self.limit)}; "
-                    f"most of it ({amount(each[most])}) is for {most}: {_remedy(most, self.strategy)}"
+                    f"does not fit: {_name_worker(grid, i)} needs {format_bytes(each['all'])} but has "
+                    f"{format_bytes(self.limit)}; "
+                    f"most of it ({format_bytes(each[most])}) is for {most}: {_suggest_remedy(most, self.strategy)}"
                 )
         if pipeline_of(replica_of(self.strategy)) and self.costs.idle and self.costs.idle > 0.3:
             p = grid.stage
@@ -303,7 +304,7 @@ class _Plan:
         return found
 
 
-def _remedy(most: str, strategy: StrategyView) -> str:
+def _suggest_remedy(most: str, strategy: StrategyView) -> str:
     if most == "activations":
         if isinstance(replica_of(strategy), Pipeline):
             return "raise micro_batches with schedule 1f1b, or use a smaller batch"
@@ -344,7 +345,7 @@ def _check_options(
         raise ConfigError(f"batch is {batch}: give a whole number of at least 1", field="batch")
 
 
-def _user_table(path: Path | None, phases: list[Phase]) -> Table | None:
+def _read_user_table(path: Path | None, phases: list[Phase]) -> Table | None:
     """Read the user's schedule table; return None without `path`.
 
     Raises:
@@ -372,7 +373,7 @@ def _user_table(path: Path | None, phases: list[Phase]) -> Table | None:
     return rows
 
 
-def _workload(target: str, batch: int | None, params: JsonObject) -> Workload:
+def _load_workload(target: str, batch: int | None, params: JsonObject) -> Workload:
     from rayps.workload.base import load
 
     workload = load(target, params=params)
@@ -388,7 +389,7 @@ def _workload(target: str, batch: int | None, params: JsonObject) -> Workload:
     return workload
 
 
-def _divisions(
+def _divide_for_phases(
     workload: Workload, target: str | None, phases: list[Phase], workers: int | None
 ) -> list[Division | None]:
     """Divide the model for each phase; return None for a phase without a division.
@@ -401,15 +402,15 @@ def _divisions(
     found: list[Division | None] = []
     for phase in phases:  # one phase at a time: without --workers, phases may have replicas of different sizes
         alone = [Phase(None, phase.strategy)]
-        spec = JobSpec(str(target), wire(alone), _workers(phase.strategy, workers)).check()
+        spec = JobSpec(str(target), wire(alone), _count_workers(phase.strategy, workers)).check()
         checked = preflight(workload, alone, spec)
         for warning in checked.warnings:
-            show.note(f"warning: {warning}")
+            show.print_note(f"warning: {warning}")
         found += checked.divisions
     return found
 
 
-def _recomputed(workload: Workload) -> list[str]:
+def _list_recomputed(workload: Workload) -> list[str]:
     """Return the names of the modules whose activations are computed again for backward."""
     from rayps.workload.blank_model import blank
     from rayps.workload.checkpoint_activations import checkpointed_blocks
@@ -419,7 +420,7 @@ def _recomputed(workload: Workload) -> list[str]:
     return list(checkpointed_blocks(blank(workload), workload.checkpoint_activations))
 
 
-def _workers(strategy: StrategyView, given: int | None) -> int:
+def _count_workers(strategy: StrategyView, given: int | None) -> int:
     replica = replica_of(strategy)
     count = (1 if replica is None else replica.stages * replica.tensor) if given is None else given
     if count < 1:
@@ -427,7 +428,7 @@ def _workers(strategy: StrategyView, given: int | None) -> int:
     return count
 
 
-def _timeline(
+def _make_timeline(
     strategy: StrategyView, own: Table | None, workload: Workload | None, division: Division | None, workers: int
 ) -> Timeline | None:
     replica = pipeline_of(replica_of(strategy))
@@ -435,12 +436,12 @@ def _timeline(
         return None
     rows = own
     if rows is None:
-        rows = table(replica.schedule, replica.stages, replica.micro_batches, replica.chunks)
+        rows = make_table(replica.schedule, replica.stages, replica.micro_batches, replica.chunks)
     if workload is None or division is None:
         return simulate(rows)
-    from rayps.runtime.results.cost_report import seconds
+    from rayps.runtime.results.cost_report import time_chunks
 
-    chunks = seconds(workload, division, replicas_in(strategy, workers), replica.micro_batches)
+    chunks = time_chunks(workload, division, replicas_in(strategy, workers), replica.micro_batches)
     share = {"F": 1 / 3, "B": 1 / 3, "W": 1 / 3} if splits(rows) else {"F": 1 / 3, "B": 2 / 3}
     return simulate(rows, lambda action: chunks[action.chunk] * share[action.kind])
 
@@ -456,7 +457,7 @@ def _draw(found: list[_Plan], path: Path) -> None:
     assert each.timeline is not None
     try:
         path.write_text(
-            gantt.svg(
+            gantt.draw_svg(
                 each.timeline,
                 f"{each.title}, idle {float(each.timeline.idle):.1%} of the time",
                 unit=" s" if each.timed else "",
@@ -465,21 +466,21 @@ def _draw(found: list[_Plan], path: Path) -> None:
         )
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror or error}", field="svg") from None
-    show.note(f"written to {path}")
+    show.print_note(f"written to {path}")
 
 
-def _grid_text(grid: Grid) -> str:
+def _describe_grid(grid: Grid) -> str:
     replicas = f"{grid.data} replica{'s'[: grid.data != 1]}"
     parts = [f"{grid.stage} stages"] * (grid.stage > 1) + [f"{grid.tensor} tensor ranks"] * (grid.tensor > 1)
     return f"{grid.size} worker{'s'[: grid.size != 1]}: {replicas}{' of ' if parts else ''}{' x '.join(parts)}"
 
 
-def _worker_name(grid: Grid, column: int) -> str:
+def _name_worker(grid: Grid, column: int) -> str:
     return Grid(1, grid.stage, grid.tensor).words(column) or "each worker"
 
 
-def _bytes(count: float | None) -> str:
-    return "" if count is None else amount(count)
+def _format_bytes(count: float | None) -> str:
+    return "" if count is None else format_bytes(count)
 
 
 def _count(count: float | None) -> str:

@@ -13,7 +13,7 @@ from rayps_client.errors import ConfigError, NotFound
 from rayps_client.values import JsonObject
 
 from rayps.cli import show
-from rayps.cli.report_page import page
+from rayps.cli.report_page import write_page
 from rayps.core.time.goodput import FILE, read_job_time
 from rayps.core.time.time_report import report_of
 from rayps.service.client import Client
@@ -52,15 +52,15 @@ def report(
     found = _read(job)
     if html is not None:
         try:
-            html.write_text(page(found), encoding="utf-8")
+            html.write_text(write_page(found), encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"{html} cannot be written: {error.strerror or error}", field="html") from error
-        show.note(f"wrote {html}")
+        show.print_note(f"wrote {html}")
     if json:
         show.dump(found)
     elif html is None:
-        for text in lines(found):
-            show.line(text)
+        for text in write_lines(found):
+            show.print_line(text)
 
 
 def _read(job: str) -> JsonObject:
@@ -118,12 +118,12 @@ def _show_clients(job: str, *, as_json: bool) -> None:
         values = [f"{row[name]:.3g}" for name in numbers]
         why = f"OUTLIER: {row['why']}" if row["outlier"] else ""
         rows.append([row["client"], row["rounds"], *values, f"{row['score']:.1f}", why])
-    show.table(columns, rows)
+    show.print_table(columns, rows)
     names = ", ".join(row["client"] for row in found if row["outlier"]) or "none"
-    show.note(f"outliers (score of at least {THRESHOLD:g}): {names}")
+    show.print_note(f"outliers (score of at least {THRESHOLD:g}): {names}")
 
 
-def lines(report: JsonObject) -> list[str]:
+def write_lines(report: JsonObject) -> list[str]:
     """Return a report as lines of text: the goodput, the verdict, a bar for each member, and who waited for whom."""
     found: Any = report
     goodput = found["goodput"]
@@ -133,21 +133,21 @@ def lines(report: JsonObject) -> list[str]:
         else f"goodput: {goodput:.1%} of the workers' time was useful"
     ]
     text.append("")
-    text += _findings(found["verdict"])
+    text += _write_findings(found["verdict"])
     text.append("")
     width = max((len(each["name"]) for each in found["members"]), default=0)
     for member in found["members"]:
         whole = sum(member["parts"].values()) or 1.0
         shares = {part: member["parts"].get(part, 0.0) / whole for part in found["parts"]}
-        words = ", ".join(f"{part} {share:.0%}" for part, share in _largest(shares))
-        text.append(f"{member['name']:<{width}} {bar(shares)} {member['wall']:8.1f} s  {words}")
+        words = ", ".join(f"{part} {share:.0%}" for part, share in _find_largest(shares))
+        text.append(f"{member['name']:<{width}} {draw_bar(shares)} {member['wall']:8.1f} s  {words}")
     known = {part for part in found["parts"] if any(each["parts"].get(part) for each in found["members"])}
     text.append(f"{'':<{width}} " + " ".join(f"{_LETTERS[part]}={part}" for part in found["parts"] if part in known))
     waits = _waits(found["members"])
     return [*text, "", *waits] if waits else text
 
 
-def bar(shares: dict[str, float], width: int = _WIDTH) -> str:
+def draw_bar(shares: dict[str, float], width: int = _WIDTH) -> str:
     """Return shares that add up to 1 as `width` letters, one kind for each part, rounded so that all are used."""
     text, done = "", 0.0
     for part, share in shares.items():
@@ -156,12 +156,12 @@ def bar(shares: dict[str, float], width: int = _WIDTH) -> str:
     return text.ljust(width)[:width]
 
 
-def _largest(shares: dict[str, float]) -> list[tuple[str, float]]:
+def _find_largest(shares: dict[str, float]) -> list[tuple[str, float]]:
     found = sorted(shares.items(), key=lambda each: -each[1])[:3]
     return [each for each in found if each[1] >= 0.005]
 
 
-def _findings(verdict: Any) -> list[str]:
+def _write_findings(verdict: Any) -> list[str]:
     text = [f"verdict: {verdict['summary']}"]
     for at, finding in enumerate(verdict["findings"]):
         if at:

@@ -11,7 +11,7 @@ import rayps
 from rayps.cli import show
 from rayps.cli.show import Output
 from rayps.core.job.job_fields import BY_NAME
-from rayps.service.job_file import assignments
+from rayps.service.job_file import parse_assignments
 from rayps.strategies.job import LOOP_TIMEOUT
 
 Address = Annotated[str | None, typer.Option(metavar="HOST:PORT", help=BY_NAME["address"].text)]
@@ -54,7 +54,7 @@ def run(
             target,
             workers=workers,
             strategy=strategy,
-            params=assignments(params or []),
+            params=parse_assignments(params or []),
             checkpoint=checkpoint,
             resume=resume,
             seed=seed,
@@ -65,7 +65,7 @@ def run(
             timeout=timeout,
         )
     except KeyboardInterrupt as error:  # typer would drop this error's message
-        show.note(f"rayps: {str(error) or 'interrupted before the function began'}")
+        show.print_note(f"rayps: {str(error) or 'interrupted before the function began'}")
         raise typer.Exit(130) from None
     shown = [result if isinstance(result, (bool, int, float, str, type(None))) else repr(result) for result in results]
     if output is Output.json:
@@ -73,4 +73,4 @@ def run(
         return
     for rank, result in enumerate(shown):
         if result is not None:
-            show.line(f"worker-{rank}: {result}")
+            show.print_line(f"worker-{rank}: {result}")

@@ -24,7 +24,7 @@ from rayps_api.service import Service
 from rayps_client.errors import ConfigError
 from rayps_client.exchange.signed_orders import Key
 
-from rayps.cli.show import line, note
+from rayps.cli.show import print_line, print_note
 from rayps.service.members import members_of
 from rayps.service.settings import SERVICE_LOCK, Settings, private_write
 from rayps.service.state_disk import is_full
@@ -70,9 +70,11 @@ class _ConsoleMessages:
         self._service = service
         token, new = await service.user_tokens.service_token()
         if new and sys.stdout.isatty():
-            line(f"token: {token}\n(shown once; the local command line reads it from {self._settings.token_file})")
+            print_line(
+                f"token: {token}\n(shown once; the local command line reads it from {self._settings.token_file})"
+            )
         elif new:
-            line(f"token: in {self._settings.token_file}")
+            print_line(f"token: in {self._settings.token_file}")
 
     async def announce(self) -> None:
         assert self._service is not None
@@ -81,16 +83,20 @@ class _ConsoleMessages:
         except Exception as error:
             if not is_full(error):
                 raise
-            note(self._service.store.disk.full_message())  # the service runs nevertheless: jobs can be read and deleted
+            print_note(
+                self._service.store.disk.full_message()
+            )  # the service runs nevertheless: jobs can be read and deleted
 
     async def _announce(self, service: Service) -> None:
         facts = {"url": self._url, "pid": os.getpid()}
         private_write(self._settings.service_file, json.dumps(facts))
         if sys.stdout.isatty():
             code = await service.store.login_code()
-            line(f"dashboard: {self._url}/#code={code}\n(valid once, for five minutes; `rayps open` prints another)")
+            print_line(
+                f"dashboard: {self._url}/#code={code}\n(valid once, for five minutes; `rayps open` prints another)"
+            )
         else:  # no code, because other users may read the log
-            line(
+            print_line(
                 f"dashboard: {self._url}/\n(to open it, run in a terminal: "
                 f"RAYPS_STATE_DIR={shlex.quote(str(self._settings.state_dir))} rayps open)"
             )
@@ -99,14 +105,16 @@ class _ConsoleMessages:
         if self._service is not None:
             self._service.closing.set()
             running = "" if self._settings.address else " and its Ray"
-            note(f"stopping the service{running} ...")
+            print_note(f"stopping the service{running} ...")
 
     def ended(self, running: int, keep: bool) -> None:
         self._settings.service_file.unlink(missing_ok=True)
         if running and keep:
-            note(f"jobs that keep running: {running}; the next `rayps serve` manages them again")
+            print_note(f"jobs that keep running: {running}; the next `rayps serve` manages them again")
         elif running:
-            note(f"interrupted jobs: {running}; the next `rayps serve` restarts them from their newest checkpoints")
+            print_note(
+                f"interrupted jobs: {running}; the next `rayps serve` restarts them from their newest checkpoints"
+            )
 
 
 def run(settings: Settings, *, keep: bool = False) -> None:
@@ -127,7 +135,7 @@ def run(settings: Settings, *, keep: bool = False) -> None:
     logging.getLogger("alembic").setLevel(logging.WARNING)
     for handler in logging.getLogger().handlers:
         handler.addFilter(LogLimit())
-    with _exclusive(settings), _listening(settings) as listener:
+    with _lock_state(settings), _listen(settings) as listener:
         members_of(settings, Key.load_or_create(settings.client_key))  # an error in a file is shown without the log
         port = listener.getsockname()[1]
         name = f"[{settings.host}]" if ":" in settings.host else settings.host
@@ -152,7 +160,7 @@ def run(settings: Settings, *, keep: bool = False) -> None:
 
 
 @contextlib.contextmanager
-def _exclusive(settings: Settings) -> Iterator[None]:
+def _lock_state(settings: Settings) -> Iterator[None]:
     """Lock the state directory, so that only one service uses it.
 
     Raises ConfigError if another service has the lock.
@@ -170,7 +178,7 @@ def _exclusive(settings: Settings) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _listening(settings: Settings) -> Iterator[socket.socket]:
+def _listen(settings: Settings) -> Iterator[socket.socket]:
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

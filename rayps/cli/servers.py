@@ -12,7 +12,7 @@ from rich.text import Text
 from rayps.cli import show
 from rayps.cli.show import Output
 from rayps.service.client import Client
-from rayps.service.remote_group import RemoteGroup, summary
+from rayps.service.remote_group import RemoteGroup, summarize
 from rayps.service.rest_answers import GroupAnswer, SegmentLine, ServerLine, SpaceAnswer
 
 app = typer.Typer(
@@ -69,8 +69,10 @@ def start(
 ) -> None:
     """Start a server group. A job uses it with `rayps submit job.yaml --server-group NAME`."""
     with Client() as client:
-        group = client.start_servers(name, servers=server_count(servers), replicas=replicas, silence=silence, cpus=cpus)
-        _show_result(group, wait, timeout, _format(output, as_json))
+        group = client.start_servers(
+            name, servers=parse_server_count(servers), replicas=replicas, silence=silence, cpus=cpus
+        )
+        _show_result(group, wait, timeout, _choose_format(output, as_json))
 
 
 @app.command()
@@ -78,24 +80,24 @@ def ls(output: Format = Output.table, as_json: Json = False) -> None:
     """List the server groups."""
     with Client() as client:
         found = client.server_groups()
-    if _format(output, as_json) is Output.json:
+    if _choose_format(output, as_json) is Output.json:
         show.dump(found)
         return
     if not found:
-        show.note("there is no server group yet: `rayps servers start NAME --servers 3 --replicas 1` starts one")
-    show.table(
+        show.print_note("there is no server group yet: `rayps servers start NAME --servers 3 --replicas 1` starts one")
+    show.print_table(
         ["name", "status", "servers", "replicas", "spaces", "bytes", "operations/s", "jobs", "age", ""],
         [
             [
                 g["name"],
-                _state(g["status"]),
+                _colour_state(g["status"]),
                 f"{g['alive']} of {g['wanted']}",
                 g["replicas"],
                 g["spaces"],
-                size(g["bytes"]),
-                show.number(float(g["operations_s"])),
+                format_size(g["bytes"]),
+                show.format_number(float(g["operations_s"])),
                 g["jobs"],
-                show.age(g["created_at"]),
+                show.format_age(g["created_at"]),
                 g["reason"] or "",
             ]
             for g in found
@@ -108,10 +110,10 @@ def show_one(name: Name, output: Format = Output.table, as_json: Json = False) -
     """Show one group: its servers, spaces, moves and events."""
     with Client() as client:
         data = client.servers(name).data
-    if _format(output, as_json) is Output.json:
+    if _choose_format(output, as_json) is Output.json:
         show.dump(data)
         return
-    _tables(data)
+    _print_tables(data)
 
 
 @app.command()
@@ -130,7 +132,9 @@ def resize(
 ) -> None:
     """Grow or shrink a group while its jobs continue."""
     with Client() as client:
-        _show_result(client.servers(name).resize(server_count(servers)), wait, timeout, _format(output, as_json))
+        _show_result(
+            client.servers(name).resize(parse_server_count(servers)), wait, timeout, _choose_format(output, as_json)
+        )
 
 
 @app.command()
@@ -146,7 +150,7 @@ def drain(
 ) -> None:
     """Move all segments of one server to others, then stop it."""
     with Client() as client:
-        _show_result(client.servers(name).drain(server), wait, timeout, _format(output, as_json))
+        _show_result(client.servers(name).drain(server), wait, timeout, _choose_format(output, as_json))
 
 
 @app.command("quota")
@@ -176,14 +180,15 @@ def set_quota(
     with Client() as client:
         before = client.servers(name).data["spaces"]
         data = client.servers(name).set_quota(space, bytes=most, operations=operations).data
-    if _format(output, as_json) is Output.json:
+    if _choose_format(output, as_json) is Output.json:
         show.dump(data)
         return
     full, held = _find_space(before, space)
-    show.line(f"{full}: quota {quota({'bytes': most, 'operations': operations}, none='none')}")
+    show.print_line(f"{full}: quota {describe_quota({'bytes': most, 'operations': operations}, none='none')}")
     if most is not None and held > most:
-        show.note(
-            f"the space has {size(held)} now, more than the quota. Nothing is deleted, but its job fails if a push "
+        show.print_note(
+            f"the space has {format_size(held)} now, more than the quota. Nothing is deleted, but its job fails if a "
+            "push "
             "would create rows,\nor if the job restarts and loads its parameters again: raise --bytes, or stop the job"
         )
 
@@ -194,10 +199,10 @@ def drop(name: Name, space: Space, output: Format = Output.table, as_json: Json 
     with Client() as client:
         before = client.servers(name).data["spaces"]
         data = client.servers(name).drop(space).data
-    if _format(output, as_json) is Output.json:
+    if _choose_format(output, as_json) is Output.json:
         show.dump(data)
     else:
-        show.line(f"{_find_space(before, space)[0]} is deleted")
+        show.print_line(f"{_find_space(before, space)[0]} is deleted")
 
 
 @app.command()
@@ -213,10 +218,10 @@ def stop(
 ) -> None:
     """Stop a group. Its parameters are lost."""
     with Client() as client:
-        _show_result(client.servers(name).stop(force=force), wait, timeout, _format(output, as_json))
+        _show_result(client.servers(name).stop(force=force), wait, timeout, _choose_format(output, as_json))
 
 
-def server_count(text: str) -> int | tuple[int, int]:
+def parse_server_count(text: str) -> int | tuple[int, int]:
     """Return the number of servers, or for N..M the pair of both. Raises ConfigError if the text is neither."""
     least, dots, most = text.partition("..")
     try:
@@ -230,7 +235,7 @@ def server_count(text: str) -> int | tuple[int, int]:
     return found if dots else found[0]
 
 
-def size(value: float | None) -> str:
+def format_size(value: float | None) -> str:
     """Return a number of bytes as text, in B, KiB, MiB, GiB or TiB."""
     rest, units = float(value or 0), ["B", "KiB", "MiB", "GiB", "TiB"]
     while rest >= 1024 and len(units) > 1:
@@ -245,7 +250,7 @@ def _find_space(spaces: list[SpaceAnswer], text: str) -> tuple[str, int]:
     return (str(near[0]["name"]), int(near[0].get("bytes") or 0)) if near else (text, 0)
 
 
-def _format(output: Output, as_json: bool) -> Output:
+def _choose_format(output: Output, as_json: bool) -> Output:
     return Output.json if as_json else output
 
 
@@ -259,18 +264,18 @@ def _show_result(group: RemoteGroup, wait: bool, timeout: float, form: Output) -
     if form is Output.json:
         show.dump(group.data)
     elif ending:
-        show.line(f"{group.name} {'has stopped' if wait else 'will stop'}")
+        show.print_line(f"{group.name} {'has stopped' if wait else 'will stop'}")
     else:
-        show.line(f"{group.name} is {summary(group.data)}")
+        show.print_line(f"{group.name} is {summarize(group.data)}")
         if not wait:
-            show.note(f"to see the group's status: `rayps servers show {group.name}`")
+            show.print_note(f"to see the group's status: `rayps servers show {group.name}`")
 
 
-def _tables(data: GroupAnswer) -> None:
-    show.facts(
+def _print_tables(data: GroupAnswer) -> None:
+    show.print_facts(
         [
             ("name", data["name"]),
-            ("status", summary(data)),
+            ("status", summarize(data)),
             ("replicas", data["replicas"]),
             ("started", data["created_at"]),
             ("counts", show.measures(data["counts"])),
@@ -278,18 +283,18 @@ def _tables(data: GroupAnswer) -> None:
         ]
     )
     columns = ["server", "state", "host", "pid", "primaries", "copies", "bytes", "operations/s", "busy", "cpu"]
-    _section(
+    _print_section(
         "servers",
         columns,
         data["servers"],
         lambda s: [
             s["name"],
-            _state(s["state"]),
+            _colour_state(s["state"]),
             s.get("host"),
             s.get("pid"),
             s.get("primaries"),
             s.get("copies"),
-            *_server_load(s),
+            *_format_server_load(s),
         ],
     )
     columns = [
@@ -304,23 +309,23 @@ def _tables(data: GroupAnswer) -> None:
         "throttled",
         "quota",
     ]
-    _section(
+    _print_section(
         "spaces",
         columns,
         data["spaces"],
         lambda s: [
             s["name"],
             s.get("workers"),
-            _ready_segments(s["segments"]),
+            _count_ready_segments(s["segments"]),
             ", ".join(s.get("tables") or []) or "-",
-            size(s.get("bytes")),
+            format_size(s.get("bytes")),
             *([s.get("rows"), s.get("evicted")] if s.get("tables") else "--"),
-            show.number(s.get("operations_s")),
+            show.format_number(s.get("operations_s")),
             s.get("throttled", s.get("rejected")),
-            quota(s.get("quota")),
+            describe_quota(s.get("quota")),
         ],
     )
-    _section(
+    _print_section(
         "moves",
         ["space", "segment", "from", "to", "phase", "seconds", "bytes"],
         data["moves"],
@@ -330,49 +335,51 @@ def _tables(data: GroupAnswer) -> None:
             m.get("from") or "-",
             m.get("to"),
             m.get("phase"),
-            show.number(m.get("seconds")),
-            size(m.get("bytes")),
+            show.format_number(m.get("seconds")),
+            format_size(m.get("bytes")),
         ],
     )
     newest = data["events"][-_EVENTS:]
     rest = len(data["events"]) - len(newest)
     title = f"events (the last {_EVENTS} of {rest + _EVENTS}; --json has all)" if rest else "events"
-    _section(title, ["when", "what", ""], newest, lambda e: [show.clock(e["time"]), e["kind"], e["message"]])
+    _print_section(
+        title, ["when", "what", ""], newest, lambda e: [show.format_clock(e["time"]), e["kind"], e["message"]]
+    )
 
 
-def _server_load(server: ServerLine) -> list[show.Cell]:
+def _format_server_load(server: ServerLine) -> list[show.Cell]:
     if server["state"] == "dead":
         return ["-"] * 4
     rate, busy, cpu = server.get("operations_s"), server.get("busy"), server.get("cpu")
-    return [size(server.get("bytes")), show.number(rate), _percent(busy), _percent(cpu)]
+    return [format_size(server.get("bytes")), show.format_number(rate), _format_percent(busy), _format_percent(cpu)]
 
 
-def _section(
+def _print_section(
     title: str, columns: list[str], found: Sequence[_Line], row: Callable[[_Line], Sequence[show.Cell]]
 ) -> None:
     if found:
-        show.line(f"\n{title}")
-        show.table(columns, [["" if cell is None else cell for cell in row(each)] for each in found])
+        show.print_line(f"\n{title}")
+        show.print_table(columns, [["" if cell is None else cell for cell in row(each)] for each in found])
 
 
-def _ready_segments(segments: list[SegmentLine]) -> str:
+def _count_ready_segments(segments: list[SegmentLine]) -> str:
     ready = sum(segment.get("state") == "ready" for segment in segments)
     return str(len(segments)) if ready == len(segments) else f"{ready} of {len(segments)} ready"
 
 
-def quota(given: Mapping[str, float | None] | None, none: str = "-") -> str:
+def describe_quota(given: Mapping[str, float | None] | None, none: str = "-") -> str:
     """Return a quota as text, or `none` if there is no quota."""
     found = given or {}
     parts = [
-        size(found["bytes"]) if found.get("bytes") is not None else "",
+        format_size(found["bytes"]) if found.get("bytes") is not None else "",
         f"{found['operations']:g}/s" if found.get("operations") is not None else "",
     ]
     return ", ".join(part for part in parts if part) or none
 
 
-def _percent(share: float | None) -> str:
+def _format_percent(share: float | None) -> str:
     return "" if share is None else f"{share:.0%}"
 
 
-def _state(word: str) -> Text:
+def _colour_state(word: str) -> Text:
     return Text(word, style=_COLOURS.get(word, "yellow"))

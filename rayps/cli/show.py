@@ -23,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rayps.cli.fit_columns import fit_columns
-from rayps.core.strategy.text import written
+from rayps.core.strategy.text import write_strategy
 from rayps.federated.remote.secure_options import SECAGG, SecureOptions
 from rayps.privacy.options import PrivacySpec
 from rayps.service.rest_answers import JobAnswer
@@ -60,13 +60,13 @@ To = Annotated[
 ]
 
 
-def note(text: str) -> None:
+def print_note(text: str) -> None:
     """Print a note for the user, to stderr."""
     sys.stderr.write(f"{plain(text) if sys.stderr.isatty() else text}\n")
     sys.stderr.flush()
 
 
-def line(text: str) -> None:
+def print_line(text: str) -> None:
     """Print a line of data to stdout. On a terminal, control characters are replaced (see `plain`)."""
     sys.stdout.write(f"{plain(text) if sys.stdout.isatty() else text}\n")
     sys.stdout.flush()
@@ -98,30 +98,30 @@ def refuse_existing(to: str | None) -> None:
         raise ConfigError(f"{to} exists and is not overwritten: give another file with --to, or remove it", field="to")
 
 
-def secret(text: str, to: str | None) -> None:
+def print_secret(text: str, to: str | None) -> None:
     """Print a secret to the terminal, or write it to the file `to` with mode 0600."""
     refuse_secret(to)
     if to in (None, "-"):
-        line(text)
+        print_line(text)
         return
     try:
         private_write(Path(to).expanduser(), f"{text}\n")
     except OSError as error:
         raise ConfigError(f"{to} cannot be written: {error.strerror or error}", field="to") from error
-    note(f"written to {to}")
+    print_note(f"written to {to}")
 
 
 def dump(data: Any) -> None:
     """Print data as JSON."""
-    line(json.dumps(data, indent=2, ensure_ascii=False))
+    print_line(json.dumps(data, indent=2, ensure_ascii=False))
 
 
-def width() -> int | None:
+def find_width() -> int | None:
     """Return the columns of the terminal, or None if stdout is not a terminal."""
     return Console().width if sys.stdout.isatty() else None
 
 
-def table(
+def print_table(
     columns: Sequence[str],
     rows: Sequence[Sequence[Cell]],
     *,
@@ -136,12 +136,12 @@ def table(
     continue on the next line. `omit`: columns that may be left out, with a note. `beside`: the numbers of columns that
     stay beside the one before. Nothing is changed if stdout is not a terminal.
     """
-    room = width()
+    room = find_width()
     if room is None:
         with (console := Console(soft_wrap=True, highlight=False, width=10_000)).capture() as captured:
-            console.print(_grid(columns, rows))
+            console.print(_make_grid(columns, rows))
         for text in captured.get().rstrip("\n").split("\n"):
-            line(text.rstrip())
+            print_line(text.rstrip())
         return
     cells = [[cell if isinstance(cell, Text) else Text(plain(str(cell))) for cell in row] for row in rows]
     widths = [max([len(column), *(len(row[at]) for row in cells)]) for at, column in enumerate(columns)]
@@ -150,15 +150,19 @@ def table(
     blocks = fit_columns(widths, room, least, [numbers[name] for name in omit], beside)
     for number, block in enumerate(blocks):
         if number:
-            line("")
+            print_line("")
         chosen = [[row[at] for at in block.columns] for row in cells]
-        Console(highlight=False).print(_grid([columns[at] for at in block.columns], chosen, block.widths, wrap=wrap))
+        Console(highlight=False).print(
+            _make_grid([columns[at] for at in block.columns], chosen, block.widths, wrap=wrap)
+        )
     shown = {at for block in blocks for at in block.columns}
     if missing := [name for at, name in enumerate(columns) if at not in shown]:
-        note(f"not shown on a terminal of {room} columns: {', '.join(missing)}; all: -o json, or a wider terminal")
+        print_note(
+            f"not shown on a terminal of {room} columns: {', '.join(missing)}; all: -o json, or a wider terminal"
+        )
 
 
-def _grid(
+def _make_grid(
     columns: Sequence[str], rows: Sequence[Sequence[Cell]], widths: Sequence[int] | None = None, *, wrap: bool = False
 ) -> Table:
     """Return a table without lines. Texts wider than `widths` wrap in the last column and, with `wrap`, in all."""
@@ -172,26 +176,26 @@ def _grid(
     return found
 
 
-def filled(columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> tuple[list[str], list[list[Cell]]]:
+def drop_empty_columns(columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> tuple[list[str], list[list[Cell]]]:
     """Return a table without the columns in which no row has a value; the first column stays."""
     kept = [at for at in range(len(columns)) if at == 0 or any(row[at] not in ("", None) for row in rows)]
     return [columns[at] for at in kept], [[row[at] for at in kept] for row in rows]
 
 
-def status(word: str) -> Text:
+def colour_status(word: str) -> Text:
     """Return a status in its colour."""
     return Text(word, style=_COLOURS.get(word, ""))
 
 
-def facts(pairs: Sequence[tuple[str, Cell | Mapping[str, float]]]) -> None:
+def print_facts(pairs: Sequence[tuple[str, Cell | Mapping[str, float]]]) -> None:
     """Print names and values, one pair per line, without empty values."""
     width = max(len(name) for name, _ in pairs)
     for name, value in pairs:
         if value not in (None, "", {}, []):
-            line(f"{name:<{width}}  {value}")
+            print_line(f"{name:<{width}}  {value}")
 
 
-def age(stamp: str | None) -> str:
+def format_age(stamp: str | None) -> str:
     """Return how long ago a time (ISO 8601) was, as text such as "3 h"; "" if there is no time."""
     if not stamp:
         return ""
@@ -202,31 +206,31 @@ def age(stamp: str | None) -> str:
     return f"{seconds:.0f} s"
 
 
-def clock(at: float) -> str:
+def format_clock(at: float) -> str:
     """Return seconds since the epoch as local time."""
     return datetime.fromtimestamp(at).strftime("%Y-%m-%d %H:%M:%S")
 
 
-def number(value: float | str | None) -> str:
+def format_number(value: float | str | None) -> str:
     """Return a number as text with four significant digits, or "" for None."""
     return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def measures(found: Mapping[str, float] | None) -> str:
     """Return metrics as text on one line."""
-    return "  ".join(f"{name} {number(value)}" for name, value in (found or {}).items())
+    return "  ".join(f"{name} {format_number(value)}" for name, value in (found or {}).items())
 
 
-def params(found: Mapping[str, Json]) -> str:
+def format_params(found: Mapping[str, Json]) -> str:
     """Return a workload's parameters as text on one line."""
     return "  ".join(
         f"{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in found.items()
     )
 
 
-def strategy(spec: Json) -> str:
+def format_strategy(spec: Json) -> str:
     """Return a strategy in its text form, without the options whose value is the default."""
-    return written(_brief(spec))
+    return write_strategy(_drop_defaults(spec))
 
 
 # the default options of the parts of strategies that have many: privacy=dp(...), secure=secagg(...)
@@ -237,33 +241,39 @@ _PARTS: dict[str, JsonObject] = {
 
 
 @cache
-def _defaults() -> dict[str, JsonObject]:
+def _collect_defaults() -> dict[str, JsonObject]:
     """Return each strategy's default options."""
     return {each["name"]: {option["name"]: option["default"] for option in each["options"]} for each in catalogue()}
 
 
-def _brief(spec: Json) -> Json:
+def _drop_defaults(spec: Json) -> Json:
     if isinstance(spec, list):  # phases, or the values of an option
         return [
-            {**each, "strategy": _brief(each["strategy"])} if isinstance(each, dict) and "strategy" in each else each
+            {**each, "strategy": _drop_defaults(each["strategy"])}
+            if isinstance(each, dict) and "strategy" in each
+            else each
             for each in spec
         ]
     if not isinstance(spec, dict):
         return spec
     name = str(spec.get("name"))
-    defaults = _PARTS.get(name) or _defaults().get(name, {})
-    return {key: _brief(value) for key, value in spec.items() if key == "name" or defaults.get(key, _UNKNOWN) != value}
+    defaults = _PARTS.get(name) or _collect_defaults().get(name, {})
+    return {
+        key: _drop_defaults(value)
+        for key, value in spec.items()
+        if key == "name" or defaults.get(key, _UNKNOWN) != value
+    }
 
 
 def strategy_of(job: JobAnswer) -> str:
     """Return a job's strategy as text, with its server group if it has one; of a loop what it gave to `rayps.wrap`."""
     if job["spec"].get("run"):
-        return " + ".join(strategy(each) for each in job["strategies"])
+        return " + ".join(format_strategy(each) for each in job["strategies"])
     spec, group = job["spec"], (job.get("progress") or {}).get("server_group") or {}
     name = spec.get("server_group")
     if name is None:
-        return strategy(spec["strategy"])
-    text = strategy(_without_servers(spec["strategy"]))  # the number of servers is the group's
+        return format_strategy(spec["strategy"])
+    text = format_strategy(_drop_servers(spec["strategy"]))  # the number of servers is the group's
     if not group.get("servers"):
         return f"{text} on {name}"
     alive = sum(server.get("state") != "dead" for server in group["servers"])
@@ -282,9 +292,9 @@ def workers_of(job: JobAnswer) -> str:
     return f"{counts['now']} of {counts['least']} to {counts['most']}"
 
 
-def _without_servers(spec: Json) -> Json:
+def _drop_servers(spec: Json) -> Json:
     if isinstance(spec, list):
-        return [{**phase, "strategy": _without_servers(phase["strategy"])} for phase in spec]
+        return [{**phase, "strategy": _drop_servers(phase["strategy"])} for phase in spec]
     return (
         {key: value for key, value in spec.items() if key not in ("shards", "servers", "replicas")}
         if (isinstance(spec, dict))
@@ -292,7 +302,7 @@ def _without_servers(spec: Json) -> Json:
     )
 
 
-def result(job: JobAnswer) -> str:
+def format_result(job: JobAnswer) -> str:
     """Return a job's final metrics as text or, while it runs, its last evaluation or its last batch's loss."""
     if job.get("metrics"):
         return measures(job["metrics"])
@@ -301,4 +311,4 @@ def result(job: JobAnswer) -> str:
         return ""
     if progress.get("metrics"):
         return f"evaluation: {measures(progress['metrics'])}"
-    return f"batch loss {number(progress['loss'])}" if progress.get("loss") is not None else ""
+    return f"batch loss {format_number(progress['loss'])}" if progress.get("loss") is not None else ""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
 
-def sparkline(values: Sequence[float | None], width: int, low: float, high: float) -> str:
+def draw_sparkline(values: Sequence[float | None], width: int, low: float, high: float) -> str:
     """Return values as at most `width` block characters; `low` is the lowest block and `high` the highest.
 
     More values than `width` are averaged in `width` groups. A group without a finite value is a space.
@@ -18,10 +18,10 @@ def sparkline(values: Sequence[float | None], width: int, low: float, high: floa
     for index in range(count):
         begin, end = index * len(values) // count, (index + 1) * len(values) // count
         known = [value for value in values[begin:end] if value is not None and math.isfinite(value)]
-        text.append(_block(sum(known) / len(known), low, high) if known else " ")
+        text.append(_choose_block(sum(known) / len(known), low, high) if known else " ")
     return "".join(text)
 
 
-def _block(value: float, low: float, high: float) -> str:
+def _choose_block(value: float, low: float, high: float) -> str:
     share = (value - low) / (high - low) if high > low else 0.0
     return _BLOCKS[max(0, min(len(_BLOCKS) - 1, int(share * len(_BLOCKS))))]

@@ -13,8 +13,8 @@ from rayps_client.errors import ConfigError
 from rayps.cli import show
 from rayps.cli.show import Output
 from rayps.core.spelling import near
-from rayps.core.strategy.text import nested
-from rayps.service.strategy_check import strategies_in
+from rayps.core.strategy.text import write_nested
+from rayps.service.strategy_check import find_strategies
 from rayps.strategies.catalogue import StrategyDescription, catalogue
 
 _MANY = 8  # a later strategy that has all options of a strategy with more than this lists only that strategy's name
@@ -37,23 +37,23 @@ def strategies(
     folder = Path.cwd() if working_dir is None else working_dir
     if not folder.is_dir():
         raise ConfigError(f"working_dir is {str(folder)!r}: give a directory that exists", field="working_dir")
-    own, broken = strategies_in(str(folder))
+    own, broken = find_strategies(str(folder))
     for file in broken:
-        show.note(f"{file['name']}: {file['message'].splitlines()[0]}")
-    found = _named([*catalogue(), *own], names or [])
+        show.print_note(f"{file['name']}: {file['message'].splitlines()[0]}")
+    found = _select_named([*catalogue(), *own], names or [])
     if output is Output.json:
         show.dump(found)
         return
     width = shutil.get_terminal_size((120, 24)).columns
     for at, each in enumerate(found):
         lines = textwrap.wrap(f"{each['name']}: {each['summary']}", width, break_long_words=False)
-        options = _options(each, [] if names else found[:at])
+        options = _write_options(each, [] if names else found[:at])
         lines += textwrap.wrap(options, width, initial_indent="    ", subsequent_indent="    ", break_long_words=False)
         for text in lines:
-            show.line(text)
+            show.print_line(text)
 
 
-def _named(found: list[StrategyDescription], names: list[str]) -> list[StrategyDescription]:
+def _select_named(found: list[StrategyDescription], names: list[str]) -> list[StrategyDescription]:
     """Return the strategies with these names, or all if there are none. Raises ConfigError if one is not known."""
     known = {each["name"]: each for each in found}
     for name in names:
@@ -62,18 +62,18 @@ def _named(found: list[StrategyDescription], names: list[str]) -> list[StrategyD
     return [known[name] for name in names] if names else found
 
 
-def _options(each: StrategyDescription, before: list[StrategyDescription]) -> str:
+def _write_options(each: StrategyDescription, before: list[StrategyDescription]) -> str:
     """Return a strategy's options with their defaults, as text.
 
     If an earlier strategy with many options has a subset of them, the text has its name instead of these options.
     """
-    own = _written(each)
+    own = _write_each(each)
     many = [other for other in before if len(other["options"]) > _MANY]
-    like = next((other for other in many if _written(other).items() <= own.items()), None)
+    like = next((other for other in many if _write_each(other).items() <= own.items()), None)
     if like is not None:
-        own = {name: text for name, text in own.items() if name not in _written(like)}
+        own = {name: text for name, text in own.items() if name not in _write_each(like)}
     return ", ".join([*([] if like is None else [f"the options of {like['name']}"]), *own.values()])
 
 
-def _written(each: StrategyDescription) -> dict[str, str]:
-    return {option["name"]: f"{option['name']}={nested(option['default'])}" for option in each["options"]}
+def _write_each(each: StrategyDescription) -> dict[str, str]:
+    return {option["name"]: f"{option['name']}={write_nested(option['default'])}" for option in each["options"]}

@@ -13,12 +13,12 @@ from rayps_client.values import Json
 from rayps.cli import show
 from rayps.cli.jobs import Format, Function, Upload, WorkingDir, note_packed, with_folder
 from rayps.cli.show import Output
-from rayps.cli.sparkline import sparkline
+from rayps.cli.sparkline import draw_sparkline
 from rayps.core.job.job_status import Status
 from rayps.service.client import Client
 from rayps.service.code.code_files import PackedCode
 from rayps.service.job_file import load, of_function, read
-from rayps.service.sweeps.comparison import BATCH_LOSS, ComparedRow, Comparison, TableColumn, cell, with_direction
+from rayps.service.sweeps.comparison import BATCH_LOSS, ComparedRow, Comparison, TableColumn, read_cell, with_direction
 
 _WIDTH = 60  # characters of a curve
 _LEAST = 20  # the same on a narrow terminal
@@ -69,8 +69,8 @@ def sweep(
         show.dump({"name": found.name, "jobs": [job.data for job in found.jobs]})
         return
     for job in found.jobs:
-        show.line(f"{job.id}  {job.data['name']}")
-    show.note(
+        show.print_line(f"{job.id}  {job.data['name']}")
+    show.print_note(
         f"the sweep {found.name} has {len(found.jobs)} jobs; to compare them: `rayps compare {found.name}`; to stop "
         f"them: `rayps stop --sweep {found.name}`"
     )
@@ -111,19 +111,19 @@ def compare(
 ) -> None:
     """Compare jobs by values, metrics and curves. The values are those in which the jobs differ."""
     with Client() as client:
-        found = _compared(client, names)
+        found = _compare(client, names)
     if mode is not None:
         silent = [name for name in found["metrics"] if found["lowest"][name] is None]
         found = with_direction(found, silent if metric is None else [metric], mode.value)
     if output is Output.json:
         show.dump(found)
         return
-    chosen = _chosen(found, metric)
-    _table(found)
-    _curves(found, chosen)
+    chosen = _choose_metric(found, metric)
+    _print_table(found)
+    _print_curves(found, chosen)
 
 
-def _compared(client: Client, names: list[str]) -> Comparison:
+def _compare(client: Client, names: list[str]) -> Comparison:
     """Return the comparison of the jobs with these ids; one name is that of a sweep, or else the id of a single job."""
     query: dict[str, str | list[str]] = {"sweep": names[0]} if len(names) == 1 else {"job": names}
     try:
@@ -140,12 +140,12 @@ def _compared(client: Client, names: list[str]) -> Comparison:
             "job's sweep"
         ) from None
     others = "the ids of other jobs" + (f", or the name of its sweep, {job.data['sweep']}" if job.data["sweep"] else "")
-    show.note(f"this is job {job.id} alone; to compare it with others, give {others}")
+    show.print_note(f"this is job {job.id} alone; to compare it with others, give {others}")
     found = client.call("GET", "/api/v1/comparison", params={"job": [job.id]})
     return found
 
 
-def _chosen(found: Comparison, metric: str | None) -> str | None:
+def _choose_metric(found: Comparison, metric: str | None) -> str | None:
     """Return the metric of the curves, or None if there is none. Raises ConfigError if there is no such metric."""
     if metric is not None and metric not in found["metrics"]:
         known = ", ".join(found["metrics"]) or "none yet"
@@ -158,7 +158,7 @@ def _chosen(found: Comparison, metric: str | None) -> str | None:
     return metric or next(iter(several), None)
 
 
-def _table(found: Comparison) -> None:
+def _print_table(found: Comparison) -> None:
     metrics = [name for name in found["metrics"] if name != BATCH_LOSS] or found["metrics"]
     shown = [
         column
@@ -168,26 +168,26 @@ def _table(found: Comparison) -> None:
         and (column["kind"] != "best" or found["lowest"][column["of"]] is not None)
     ]
     heads = [column for column in shown if column["kind"] in ("last", "best")]
-    rows = [[_cell(row, column) for column in shown] for row in found["rows"]]
-    columns = [_head(found, column) for column in shown]
+    rows = [[_format_cell(row, column) for column in shown] for row in found["rows"]]
+    columns = [_choose_heading(found, column) for column in shown]
     best = [at for at, head in enumerate(columns) if at >= len(columns) - len(heads) and head in _BEST]
-    show.table(columns, rows, cut=dict.fromkeys(found["differing"], _VALUE), beside=best, wrap=True)
+    show.print_table(columns, rows, cut=dict.fromkeys(found["differing"], _VALUE), beside=best, wrap=True)
     for row in found["rows"]:
         if row["status"] == Status.FAILED and row["reason"]:
-            show.line(f"{row['id']} failed: {row['reason']}")
+            show.print_line(f"{row['id']} failed: {row['reason']}")
 
 
-def _head(found: Comparison, column: TableColumn) -> str:
+def _choose_heading(found: Comparison, column: TableColumn) -> str:
     """Return the heading of a column; that of a metric's best values says which value is the best."""
     return column["name"] if column["kind"] != "best" else _BEST[0] if found["lowest"][column["of"]] else _BEST[1]
 
 
-def _cell(row: ComparedRow, column: TableColumn) -> show.Cell:
-    value = cell(row, column)
-    return show.status(row["status"]) if column["name"] == "status" else _text(value)
+def _format_cell(row: ComparedRow, column: TableColumn) -> show.Cell:
+    value = read_cell(row, column)
+    return show.colour_status(row["status"]) if column["name"] == "status" else _format_value(value)
 
 
-def _curves(found: Comparison, metric: str | None) -> None:
+def _print_curves(found: Comparison, metric: str | None) -> None:
     if metric is None:
         return
     drawn = {row["id"]: found["curves"][row["id"]].get(metric) for row in found["rows"]}
@@ -195,28 +195,33 @@ def _curves(found: Comparison, metric: str | None) -> None:
     if not values:
         return
     low, high = min(values), max(values)
-    show.line(f"\n{metric} over rounds, from {show.number(low)} (lowest block) to {show.number(high)} (highest block)")
-    labels = {row["id"]: _label(found, row) for row in found["rows"]}
-    room = (show.width() or 10_000) - 2
+    show.print_line(
+        f"\n{metric} over rounds, from {show.format_number(low)} (lowest block) to {show.format_number(high)} "
+        "(highest block)"
+    )
+    labels = {row["id"]: _make_label(found, row) for row in found["rows"]}
+    room = (show.find_width() or 10_000) - 2
     if max(map(len, labels.values())) > room - _LEAST:
         labels = {job: job for job in labels}
     width = max(len(label) for label in labels.values())
     for job, curve in drawn.items():
-        line = sparkline(curve["value"], max(_LEAST, min(_WIDTH, room - width)), low, high) if curve else ""
-        show.line(f"{labels[job]:<{width}}  {line}")
+        line = draw_sparkline(curve["value"], max(_LEAST, min(_WIDTH, room - width)), low, high) if curve else ""
+        show.print_line(f"{labels[job]:<{width}}  {line}")
 
 
-def _label(found: Comparison, row: ComparedRow) -> str:
-    text = " ".join(f"{name}={_text(row['values'][name])}" for name in found["differing"] if name in row["values"])
+def _make_label(found: Comparison, row: ComparedRow) -> str:
+    text = " ".join(
+        f"{name}={_format_value(row['values'][name])}" for name in found["differing"] if name in row["values"]
+    )
     return text or row["id"]
 
 
-def _text(value: Json) -> str:
+def _format_value(value: Json) -> str:
     if value is None:
         return ""
     if isinstance(value, bool):
         return str(value).lower()
-    return show.strategy(value) if isinstance(value, (dict, list)) else show.number(value)  # type: ignore[arg-type]
+    return show.format_strategy(value) if isinstance(value, (dict, list)) else show.format_number(value)  # type: ignore[arg-type]
 
 
 def add(app: typer.Typer) -> None:

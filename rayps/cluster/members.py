@@ -18,7 +18,7 @@ from rayps_client.errors import ActorDied, ClusterError
 from rayps.cluster.local import ActorHandle, ActorReply, surrounding, until
 from rayps.cluster.notices import Notice, earliest
 from rayps.cluster.reservation import WorkerResources
-from rayps.core.job.user_code import START_SECONDS, overdue
+from rayps.core.job.user_code import START_SECONDS, explain_overdue
 
 LEAVE_SECONDS = 2.0
 
@@ -88,7 +88,7 @@ class GroupMember:
         """
         answer = self._answer(timeout, "calls")
         if answer is not None:
-            found = (overdue(call, timeout, round, answer.ends) for call in answer.calls)
+            found = (explain_overdue(call, timeout, round, answer.ends) for call in answer.calls)
             self.dead = next((reason for reason in found if reason is not None), None)
 
     def _answer(self, timeout: float, method: str, *args: Any) -> Any:

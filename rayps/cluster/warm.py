@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rayps.core.memory import available_bytes, total_bytes
+from rayps.core.memory import read_available_bytes, read_total_bytes
 
 QUIET_SECONDS = 20.0  # seconds after a process was taken, in which no new one starts: the job's start needs the cores
 LEAST_FREE = 0.2  # the share of a host's memory that warm processes leave available
@@ -91,7 +91,7 @@ def environment_key(runtime_env: str, paths: Sequence[str]) -> str:
 
 def memory_share(bytes: int) -> float:
     """Return the share of this host's memory that `bytes` are, or 0 if the system does not report its memory."""
-    return bytes / (total_bytes() or math.inf)
+    return bytes / (read_total_bytes() or math.inf)
 
 
 def free_memory() -> float:
@@ -99,7 +99,7 @@ def free_memory() -> float:
 
     In a container with a limit, it is the share of that limit.
     """
-    available = available_bytes()
+    available = read_available_bytes()
     return 1.0 if available is None else min(1.0, memory_share(available))
 
 

@@ -61,7 +61,7 @@ class HalfPrecision:
 
     def encode(self, x: Tensor) -> Tensor:
         """Clip the elements of `x` to the range of the 16-bit type and round them; return the bytes."""
-        return _within(x, self._dtype).view(torch.uint8)
+        return _convert_within(x, self._dtype).view(torch.uint8)
 
     def decode(self, data: Tensor, n: int, dtype: torch.dtype) -> Tensor:
         """Return the n elements as a new vector of `dtype`. Raises ConfigError if `data` has another length."""
@@ -76,13 +76,13 @@ class BlockQuantized:
 
     def size(self, n: int) -> int:
         """Return the bytes of n encoded elements: 1 each, and 4 for each block's scale."""
-        return n + 4 * _blocks(n)
+        return n + 4 * _count_blocks(n)
 
     def encode(self, x: Tensor) -> Tensor:
         """Encode a floating vector as uint8: first the scales of all blocks, then the elements."""
         n = x.numel()
-        rows = torch.zeros(_blocks(n), BLOCK, dtype=torch.float32, device=x.device)
-        rows.view(-1)[:n] = _within(x, torch.float32)
+        rows = torch.zeros(_count_blocks(n), BLOCK, dtype=torch.float32, device=x.device)
+        rows.view(-1)[:n] = _convert_within(x, torch.float32)
         if n == 0:
             return rows.view(torch.uint8).view(-1)
         scales = torch.maximum(rows.amax(1), rows.amin(1).neg_()).div_(127)
@@ -94,7 +94,7 @@ class BlockQuantized:
     def decode(self, data: Tensor, n: int, dtype: torch.dtype) -> Tensor:
         """Return the n elements as a new vector of `dtype`. Raises ConfigError if `data` has another length."""
         _must_be(data, self.size(n), n)
-        head = 4 * _blocks(n)
+        head = 4 * _count_blocks(n)
         wide, whole = torch.promote_types(dtype, torch.float32), n // BLOCK * BLOCK
         scales, x = data[:head].view(torch.float32).to(wide), data[head:].view(torch.int8).to(wide)
         x[:whole].view(-1, BLOCK).mul_(scales[: n // BLOCK, None])
@@ -126,8 +126,8 @@ class TopK:
                 f"top_k encodes vectors of up to 2^31 - 1 elements, and this vector has {x.numel()}: use more shards, "
                 "or int8"
             )
-        places = _largest(x.abs(), k).sort().values
-        values = _within(x[places], torch.float32)
+        places = _find_largest(x.abs(), k).sort().values
+        values = _convert_within(x[places], torch.float32)
         return torch.cat([places.to(torch.int32).view(torch.uint8), values.view(torch.uint8)])
 
     def decode(self, data: Tensor, n: int, dtype: torch.dtype) -> Tensor:
@@ -153,7 +153,7 @@ _PLAIN: dict[str, Codec] = {
 _BY_CODE: dict[int, Codec] = {codec.code: codec for codec in (*_PLAIN.values(), TopK(1.0))}
 
 
-def codec(text: str) -> Codec:
+def find_codec(text: str) -> Codec:
     """Return the codec of an option `compression`: fp16, bf16, int8, top_k or top_k:FRACTION.
 
     Raises ConfigError if `text` is something else.
@@ -162,7 +162,7 @@ def codec(text: str) -> Codec:
     return TopK(fraction) if name == "top_k" else _PLAIN[name]
 
 
-def decoded(code: int, data: Tensor, n: int, dtype: torch.dtype) -> Tensor:
+def decode(code: int, data: Tensor, n: int, dtype: torch.dtype) -> Tensor:
     """Decode `data`, which the codec with number `code` encoded, as n elements of `dtype`.
 
     Raises ConfigError if there is no such codec, or `data` is not an encoding of n elements.
@@ -175,7 +175,7 @@ def decoded(code: int, data: Tensor, n: int, dtype: torch.dtype) -> Tensor:
     return _BY_CODE[code].decode(data, n, dtype)
 
 
-def choice(where: str, picked: str, what: str, seconds: dict[str, float] | None = None) -> JsonObject:
+def describe_choice(where: str, picked: str, what: str, seconds: dict[str, float] | None = None) -> JsonObject:
     """Return the event that reports which codec compresses the gradients sent to `where` ("ring" or "server").
 
     `picked` is the codec's name, or "off". Without `seconds`, `what` is the reason for the choice. With `seconds`, a
@@ -209,7 +209,7 @@ class ErrorFeedback:
         return data
 
 
-def _within(x: Tensor, dtype: torch.dtype) -> Tensor:
+def _convert_within(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Convert `x` to `dtype`; finite values outside the range of `dtype` are clipped to it."""
     limit = torch.finfo(dtype).max
     if torch.finfo(x.dtype).max <= limit or x.numel() == 0:
@@ -221,7 +221,7 @@ def _within(x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(wide.isinf(), wide, wide.clamp(-limit, limit)).to(dtype)
 
 
-def _largest(x: Tensor, k: int) -> Tensor:
+def _find_largest(x: Tensor, k: int) -> Tensor:
     """Return the indices of the k largest elements of `x`, in any order; NaN counts as the largest."""
     if x.device.type != "cpu" or k == 0:
         return x.topk(k, sorted=False).indices
@@ -229,7 +229,7 @@ def _largest(x: Tensor, k: int) -> Tensor:
     return torch.from_numpy(np.argpartition(wide, len(wide) - k)[len(wide) - k :])  # ten times as fast as topk
 
 
-def _blocks(n: int) -> int:
+def _count_blocks(n: int) -> int:
     return -(-n // BLOCK)
 
 

@@ -106,7 +106,7 @@ class _Output:
             fcntl.fcntl(self._file, fcntl.F_SETFL, os.O_APPEND)
             os.dup2(self._file, 1)
         os.dup2(1, 2)
-        sys.stdout, sys.stderr = _stream(1, "strict"), _stream(2, "backslashreplace")
+        sys.stdout, sys.stderr = _open_stream(1, "strict"), _open_stream(2, "backslashreplace")
         self._at, self._rest = os.fstat(self._file).st_size, b""
 
     def new_lines(self, *, last: bool) -> Iterator[str]:
@@ -123,10 +123,10 @@ class _Output:
                 lines.append(self._rest[:MOST_BYTES])
                 self._rest = self._rest[MOST_BYTES:]
             for line in lines:
-                yield from _texts(line)
+                yield from _cut_texts(line)
         if last and self._rest:
             rest, self._rest = self._rest, b""
-            yield from _texts(rest)
+            yield from _cut_texts(rest)
 
     def _copy(self, block: bytes) -> None:
         """Write what was read to the original stdout, and free its disk space."""
@@ -140,13 +140,13 @@ class _Output:
         ctypes.CDLL(None).fallocate(self._file, _PUNCH_HOLE, place, length)
 
 
-def _stream(descriptor: int, errors: str) -> io.TextIOWrapper:
+def _open_stream(descriptor: int, errors: str) -> io.TextIOWrapper:
     """Return a text stream without a buffer, as `python -u` has it: its text is in the file before other text."""
     raw = io.FileIO(descriptor, "w", closefd=False)
     return io.TextIOWrapper(raw, encoding="utf-8", errors=errors, write_through=True)
 
 
-def _texts(line: bytes) -> Iterator[str]:
+def _cut_texts(line: bytes) -> Iterator[str]:
     """Yield a line as text, in parts if it is too long. Of what carriage returns overwrite, the last text is left."""
     for at in range(0, max(1, len(line)), MOST_BYTES):
         text = line[at : at + MOST_BYTES].decode("utf-8", "replace")

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from rayps_client.errors import ConfigError
 
 
-def direction(groups: Iterable[Mapping[str, bool]]) -> int:
+def find_direction(groups: Iterable[Mapping[str, bool]]) -> int:
     """Return -1 if the optimizer of these parameter groups maximizes, else 1.
 
     Raises:

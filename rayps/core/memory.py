@@ -12,19 +12,19 @@ _CGROUPS = (
 )
 
 
-def available_bytes(root: Path = Path("/")) -> int | None:
+def read_available_bytes(root: Path = Path("/")) -> int | None:
     """Return the bytes that can still be allocated, or None if the system does not report it."""
     found = [_of_machine(root, "MemAvailable:")]
     for folder, most, used, cached in _CGROUPS:
-        limit, taken = _number(root / folder / most), _number(root / folder / used)
+        limit, taken = _read_number(root / folder / most), _read_number(root / folder / used)
         if limit is not None and taken is not None:
-            found.append(max(0, limit - taken + _entry(root / folder / "memory.stat", cached)))
+            found.append(max(0, limit - taken + _read_entry(root / folder / "memory.stat", cached)))
     return min((each for each in found if each is not None), default=None)
 
 
-def total_bytes(root: Path = Path("/")) -> int | None:
+def read_total_bytes(root: Path = Path("/")) -> int | None:
     """Return the bytes of memory, or None if the system does not report it."""
-    limits = [_number(root / folder / most) for folder, most, _, _ in _CGROUPS]
+    limits = [_read_number(root / folder / most) for folder, most, _, _ in _CGROUPS]
     return min((each for each in (_of_machine(root, "MemTotal:"), *limits) if each is not None), default=None)
 
 
@@ -36,7 +36,7 @@ def _of_machine(root: Path, entry: str) -> int | None:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(entry)), None)
 
 
-def _entry(path: Path, name: str) -> int:
+def _read_entry(path: Path, name: str) -> int:
     try:
         lines = path.read_text(encoding="ascii").splitlines()
     except (OSError, UnicodeDecodeError):
@@ -44,7 +44,7 @@ def _entry(path: Path, name: str) -> int:
     return next((int(line.split()[1]) for line in lines if line.split()[:1] == [name]), 0)
 
 
-def _number(path: Path) -> int | None:
+def _read_number(path: Path) -> int | None:
     try:
         text = path.read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError):

@@ -33,7 +33,7 @@ def direction_of(metric: str) -> Direction | None:
     error (loss, error, nll, mse, ...) counts more than a word of a metric that grows (accuracy, f1, score, ...). A name
     with a word such as `neg` says nothing, because it may be a loss whose sign was changed.
     """
-    words = _words(metric)
+    words = _split_words(metric)
     if words & _NEGATED:
         return None
     if any(map(_LOW.fullmatch, words)) or words >= {"cross", "entropy"}:
@@ -47,7 +47,7 @@ def lowest_is_best(metric: str) -> bool | None:
     return None if found is None else found == "min"
 
 
-def chosen_direction(metric: str, mode: str = "auto") -> Direction:
+def choose_direction(metric: str, mode: str = "auto") -> Direction:
     """Return which value of a metric is the best by `mode`: "min", "max", or "auto", which asks the metric's name.
 
     Raises:
@@ -67,7 +67,7 @@ def chosen_direction(metric: str, mode: str = "auto") -> Direction:
     return found
 
 
-def _words(metric: str) -> set[str]:
+def _split_words(metric: str) -> set[str]:
     """Return the words of a name in lower case."""
     whole = [word for word in _BREAKS.split(metric) if word]
     parts = [part for word in whole for part in _CAMEL.split(word)]

@@ -93,7 +93,7 @@ class Rounds:
             # if a rank without a point has reported a later round, its worker was replaced before the point was polled:
             # the point will not arrive
             if all(self._reached.get(rank, -1) >= number for rank in missing):
-                done.append(_evaluation(number, self._evaluations.pop(number), missing))
+                done.append(_make_evaluation(number, self._evaluations.pop(number), missing))
         return done
 
     def restart(self, generation: int, begin: int) -> None:
@@ -124,7 +124,7 @@ class Rounds:
         if mean.get("seconds") and "data" in mean:
             mean["data_share"] = mean["data"] / mean["seconds"]
         # metrics beside the losses, and numbers that the strategy added, which are equal on all ranks
-        added: dict[str, float] = values_of(total_over([p["metrics"] for p in points if "metrics" in p]))
+        added: dict[str, float] = values_of(add_up_totals([p["metrics"] for p in points if "metrics" in p]))
         said: dict[str, float] = next((p["said"] for p in points if p.get("said")), {})
         twice = sorted(added.keys() & said.keys())
         if twice:
@@ -133,7 +133,7 @@ class Rounds:
                 "this name to its rounds: give the metric another name"
             )
         return (
-            _step_numbers([p.get("step", {}) for p in points], self.size)
+            _collect_step_numbers([p.get("step", {}) for p in points], self.size)
             | added
             | said
             | {
@@ -152,7 +152,7 @@ class Rounds:
         )
 
 
-def _step_numbers(steps: Sequence[Mapping[str, float]], size: int) -> dict[str, float]:
+def _collect_step_numbers(steps: Sequence[Mapping[str, float]], size: int) -> dict[str, float]:
     """Return `lr`, `lr_0`, ... and `grad_norm` of a round from what the ranks report of their steps.
 
     Rates are those of the first rank that has some. The norm is the mean of the ranks' norms; if they have measured
@@ -215,9 +215,9 @@ class PushRounds(Rounds):
     def _count(self) -> None:
         self.pushes += 1
         if self.pushes % self.size == 0:
-            self._done.append(self._merged(self.reached - 1))
+            self._done.append(self._merge_held(self.reached - 1))
 
-    def _merged(self, number: int) -> Point:
+    def _merge_held(self, number: int) -> Point:
         held, self._held = self._held or [UNREPORTED], []
         epoch = number * self.size // self._blocks
         return self._merge(number, {at: {**point, "epoch": epoch} for at, point in enumerate(held)})
@@ -225,19 +225,19 @@ class PushRounds(Rounds):
     def flush(self) -> list[Point]:
         """Return the points that `add` would return, and that of a round that is not complete."""
         done = self.add([])
-        return [*done, self._merged(self.reached)] if self._held else done
+        return [*done, self._merge_held(self.reached)] if self._held else done
 
 
 # of a round whose pushes were applied, and whose workers have died before they reported it
 UNREPORTED: Point = {"loss": None, "samples": 0, "lead": None, **dict.fromkeys(SECONDS[:5], 0.0)}
 
 
-def _evaluation(number: int, ranks: dict[int, Point], missing: list[int]) -> Point:
-    point = evaluation_point(number, total_over([point["sums"] for point in ranks.values()]))
+def _make_evaluation(number: int, ranks: dict[int, Point], missing: list[int]) -> Point:
+    point = make_evaluation_point(number, add_up_totals([point["sums"] for point in ranks.values()]))
     return point | {"missing": missing} if missing else point
 
 
-def evaluation_point(number: int, totals: Totals) -> Point:
+def make_evaluation_point(number: int, totals: Totals) -> Point:
     """Return the point of an evaluation of the parameters after `number` rounds.
 
     Means without weight are no `metrics`; their names are in `no_value`, a list that the point has only if needed.
@@ -248,7 +248,7 @@ def evaluation_point(number: int, totals: Totals) -> Point:
     return point | {"no_value": lacking} if lacking else point
 
 
-def total_over(parts: Sequence[Mapping[str, Sequence[float | str]]]) -> Totals:
+def add_up_totals(parts: Sequence[Mapping[str, Sequence[float | str]]]) -> Totals:
     """Return each metric's total over all parts, which are a dict from metric to `Total` for each rank.
 
     A pair (sum, samples) counts as the total of a mean.
@@ -286,7 +286,7 @@ class Throughput:
         return sum(n for _, n in list(self._seen)[1:]) / seconds if seconds > 0 else None
 
 
-def until(points: list[Point], end: int) -> list[Point]:
+def cut_points(points: list[Point], end: int) -> list[Point]:
     """Return the points of the first `end` rounds, without rounds that workers trained beyond the end of the run."""
     return [point for point in points if point["round"] < end + (point["kind"] == "evaluation")]
 
@@ -312,7 +312,7 @@ COLUMNS: list[tuple[str, pa.DataType]] = [
 ]
 
 
-def history(points: list[Point], params: JsonObject | None = None) -> pa.Table:
+def make_history(points: list[Point], params: JsonObject | None = None) -> pa.Table:
     """Return the rounds of a run as a table, one row per round. A repeated round has one row, with its last result.
 
     `params`, the workload's parameters, are in the schema's metadata as JSON, under the key "rayps.params".
@@ -339,10 +339,10 @@ def history(points: list[Point], params: JsonObject | None = None) -> pa.Table:
     }
     for name in [name for name in found if name not in ROUND_FIELDS]:  # None in the rounds of other strategies
         values = [rounds[r].get(name) for r in order]
-        columns[name] = pa.array(values, pa.int64() if all(_whole(v) for v in values) else pa.float64())
+        columns[name] = pa.array(values, pa.int64() if all(_is_whole(v) for v in values) else pa.float64())
     columns |= {name: pa.array([by_round.get(r) for r in order], pa.float64()) for name, by_round in evaluated.items()}
     return pa.table(columns, metadata=None if params is None else {"rayps.params": json.dumps(params)})
 
 
-def _whole(value: float | None) -> bool:
+def _is_whole(value: float | None) -> bool:
     return value is None or (isinstance(value, int) and not isinstance(value, bool))

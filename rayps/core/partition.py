@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from rayps_client.errors import ConfigError
 
 
-def part(n: int, parts: int, i: int) -> tuple[int, int]:
-    """Return the bounds (begin, end) of slice `i` of `slices(n, parts)`."""
+def find_bounds(n: int, parts: int, i: int) -> tuple[int, int]:
+    """Return the bounds (begin, end) of slice `i` of `cut_slices(n, parts)`."""
     return n * i // parts, n * (i + 1) // parts
 
 
-def slices(n: int, parts: int) -> list[slice]:
+def cut_slices(n: int, parts: int) -> list[slice]:
     """Cut `n` elements into `parts` contiguous slices whose lengths differ by at most one.
 
     Slice i is `[n*i//parts, n*(i+1)//parts)`; if `parts` > `n`, some slices are empty.
@@ -47,10 +47,10 @@ def place(segments: Sequence[str], servers: Sequence[str], points: int = 128, bo
     Raises:
         ConfigError: there is no server, two servers have one name, or `points` or `bound` is below 1.
     """
-    return [found[0] for found in spots(segments, servers, 0, points=points, bound=bound)]
+    return [found[0] for found in place_with_backups(segments, servers, 0, points=points, bound=bound)]
 
 
-def spots(
+def place_with_backups(
     segments: Sequence[str],
     servers: Sequence[str],
     replicas: int,
@@ -89,16 +89,16 @@ def spots(
     # in the order of the ring: the result does not depend on the order of the arguments
     for at, _, number in sorted((_hash(segment), segment, number) for number, segment in enumerate(segments)):
         first = bisect.bisect_right(places, at)
-        around = _clockwise(ring, first, len(servers) if replicas or bound is not None else 1)
+        around = _order_clockwise(ring, first, len(servers) if replicas or bound is not None else 1)
         owner = next(server for server in around if held[server] < room)
         held[owner] += 1
-        found[number] = (owner, *_copies(owner, around, replicas, hosts, [count >= most for count in copied]))
+        found[number] = (owner, *_choose_copies(owner, around, replicas, hosts, [count >= most for count in copied]))
         for server in found[number][1:]:
             copied[server] += 1
     return found
 
 
-def _clockwise(ring: list[tuple[int, int]], first: int, servers: int) -> list[int]:
+def _order_clockwise(ring: list[tuple[int, int]], first: int, servers: int) -> list[int]:
     """Return the servers in clockwise order from position `first` of the ring."""
     found: dict[int, None] = {}
     for step in range(len(ring)):
@@ -108,7 +108,7 @@ def _clockwise(ring: list[tuple[int, int]], first: int, servers: int) -> list[in
     return list(found)
 
 
-def _copies(
+def _choose_copies(
     owner: int, around: list[int], replicas: int, hosts: Sequence[str] | None, full: Sequence[bool]
 ) -> list[int]:
     left, taken = [server for server in around if server != owner], [owner]

@@ -9,7 +9,7 @@ from rayps_client.errors import ConfigError
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 
 
-def size(text: str, field: str) -> float:
+def parse_size(text: str, field: str) -> float:
     """Return the number of bytes that a text such as "2.5 GB" means. Units are powers of 1000.
 
     Raises:

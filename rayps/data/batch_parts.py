@@ -5,7 +5,7 @@ from __future__ import annotations
 from rayps_client.errors import WorkloadError
 from torch import Tensor
 
-from rayps.core.partition import slices
+from rayps.core.partition import cut_slices
 from rayps.data.base import Batch, Nested, map_tensors
 
 SAMPLE_ROWS = 8  # rows of the batch on which a cut is checked and layers are timed
@@ -17,7 +17,7 @@ def cut_batch(batch: Batch, micro_batches: int) -> list[Batch]:
     Raises:
         WorkloadError: a tensor of the batch does not have one entry per row.
     """
-    cuts = list(slices(batch.size, micro_batches))
+    cuts = list(cut_slices(batch.size, micro_batches))
     return [
         Batch(_rows(batch.x, batch.size, cut), _rows(batch.y, batch.size, cut), cut.stop - cut.start) for cut in cuts
     ]

@@ -22,14 +22,14 @@ from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks as _GLOBAL_HOOKS
 
 from rayps.core.job.user_code import user_code
-from rayps.core.maximize import direction
+from rayps.core.maximize import find_direction
 from rayps.data.base import Batch, Nested, map_tensors
 from rayps.federated.population.cohort import number
 from rayps.federated.private_layers import PrivateLayers
 from rayps.federated.strategy_interface import ClientSide, FederatedView, Federation
 from rayps.tensors import optim
 from rayps.tensors.clip import NormClip
-from rayps.tensors.flat import FlatModel, dense
+from rayps.tensors.flat import FlatModel, make_dense
 from rayps.tensors.learning_rate import rates_of, recipe_of
 from rayps.tensors.random_state import seed_torch
 from rayps.tensors.user_loss import check_dtypes, dtypes_of
@@ -247,7 +247,9 @@ class ClientTurn:
         found = self._trainer.parameters
         return torch.cat(
             [
-                torch.zeros(p.numel(), dtype=p.dtype, device=p.device) if p.grad is None else dense(p.grad).reshape(-1)
+                torch.zeros(p.numel(), dtype=p.dtype, device=p.device)
+                if p.grad is None
+                else make_dense(p.grad).reshape(-1)
                 for p in found
             ]
         )
@@ -341,7 +343,7 @@ class Trainer:
     @property
     def sign(self) -> int:
         """1, or -1 if the optimizer maximizes. Raises ConfigError if its parameter groups differ in this."""
-        return direction(self._begin)
+        return find_direction(self._begin)
 
     def reset_optimizer(self) -> None:
         """Reset the optimizer, or build a new one, so that it has taken no step."""

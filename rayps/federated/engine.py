@@ -35,7 +35,7 @@ from rayps.federated.rules.buffer_statistics import BufferStatistics
 from rayps.federated.rules.client_report import UpdateReports
 from rayps.federated.strategy_interface import FederatedView
 from rayps.tensors.finite import is_finite
-from rayps.tensors.flat import quick_square
+from rayps.tensors.flat import square_quickly
 from rayps.tensors.learning_rate import Ticks
 
 if TYPE_CHECKING:
@@ -225,7 +225,7 @@ class FederatedEngine:
                 return outcome.skipped
             return "no reply could be used" if outcome.rejected or self.source.refused else "no client replied"
         if outcome.delta is not None and not self.federation.client_side.answers:
-            w.clip.note(norm=math.sqrt(quick_square(outcome.delta)))
+            w.clip.note(norm=math.sqrt(square_quickly(outcome.delta)))
         shared = self.private_layers.cut(w.flat.vector)
         strategy.server(FederatedServer(shared, outcome, self.source.count, w.shared, t))
         self.private_layers.paste(w.flat.vector, shared)

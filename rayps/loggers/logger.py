@@ -14,7 +14,7 @@ from rayps_client.errors import ConfigError, first_line
 
 from rayps.core.job.records import Event, OutcomeRecord, Point
 from rayps.core.job.returned_rounds import RETURNED
-from rayps.core.strategy.text import written
+from rayps.core.strategy.text import write_strategy
 from rayps.workload.callback import Callback, RunView
 
 # events that are not logged: what they say is logged in another way, or once in every run
@@ -125,6 +125,6 @@ def params_of(run: RunView) -> dict[str, str | int | float]:
     job = {f"job/{name}": value for name, value in run.job.items() if value is not None}
     for name, value in {**run.params, **job}.items():
         if name == "job/strategy" and isinstance(value, dict | list | str):
-            value = written(value)
+            value = write_strategy(value)
         found[name] = value if isinstance(value, (int, float)) else str(value)
     return found

@@ -24,7 +24,7 @@ from rayps_client.values import Json, Keywords, is_number
 
 from rayps.core.refusals.table import refuse
 from rayps.core.strategy import options
-from rayps.core.strategy.text import form, quoted
+from rayps.core.strategy.text import form, quote
 
 ADAPTIVE = "adaptive"
 GAUSSIAN, TREE = "gaussian", "tree"
@@ -194,7 +194,7 @@ def privacy_of(given: Json | PrivacySpec) -> PrivacySpec | None:
     facts = form(given) if isinstance(given, str) else given
     if not isinstance(facts, Mapping) or facts.get("name", PrivacySpec.name) != PrivacySpec.name:
         raise ConfigError(
-            f"privacy is {quoted(given)}: give dp(noise_multiplier=1.1,clip=1.0,delta=1e-5), or leave it out",
+            f"privacy is {quote(given)}: give dp(noise_multiplier=1.1,clip=1.0,delta=1e-5), or leave it out",
             field="privacy",
         )
     return dp(**{key: value for key, value in facts.items() if key != "name"})

@@ -50,7 +50,7 @@ class ColumnSpace:
     @contextmanager
     def session(self) -> Iterator[Session]:
         """Open a session of rank -1, which loads and reads states. Raises as `Session.join`."""
-        session = self._session()
+        session = self._open_session()
         session.join()
         try:
             yield session
@@ -59,9 +59,9 @@ class ColumnSpace:
 
     def opener(self) -> Session:
         """Open a session of rank -1, which the caller joins and closes."""
-        return self._session()
+        return self._open_session()
 
-    def _session(self) -> Session:
+    def _open_session(self) -> Session:
         return Session(self._group.contact, self.space, -1, timeout=self._timeout, name=f"opener-{self.space.name}")
 
     # ---- states
@@ -112,7 +112,7 @@ class ColumnSpace:
             batch: dict[int, Any] = {}
             for index in segments:
                 table = tables.get(index)
-                batch[index], missing = first_state(
+                batch[index], missing = make_first_state(
                     self.space, index, part, self._positions, table, skips, members=members
                 )
                 most = max(most, missing)
@@ -133,7 +133,7 @@ class ColumnSpace:
         """
         self.stop_collecting()
         if self.space.cuts:
-            self._collector = Collector(self._session, list(range(self.space.segments)), self._timeout)
+            self._collector = Collector(self._open_session, list(range(self.space.segments)), self._timeout)
 
     def stop_collecting(self) -> None:
         """Stop fetching states."""
@@ -170,7 +170,7 @@ class ColumnSpace:
             self._collector.saved(rounds)
 
 
-def first_state(
+def make_first_state(
     space: Space,
     index: int,
     part: Snapshot,
@@ -296,11 +296,11 @@ class Collector:
     def _turn(self) -> bool:
         """Wait for work, send the next request and wait for its answer; return False after `close`."""
         with self._news:
-            self._news.wait_for(lambda: self._ended or self._saved or self._next())
+            self._news.wait_for(lambda: self._ended or self._saved or self._find_next())
             if self._ended:
                 return False
             saved, self._saved = self._saved, []
-            self._asking = rounds = 0 if saved else self._next()
+            self._asking = rounds = 0 if saved else self._find_next()
         try:
             if self._session is None:
                 self._session = self._meet()
@@ -323,7 +323,7 @@ class Collector:
             self._asking = 0
         return True
 
-    def _next(self) -> int:
+    def _find_next(self) -> int:
         wanted = self._states.wanted
         return 0 if wanted in self._states or wanted == self._missed else wanted
 
@@ -344,16 +344,17 @@ class Collector:
             self._error, self._finished_at = None, math.inf
 
 
-def segment_states(session: Session, indices: Iterable[int]) -> Iterator[tuple[int, Any]]:
+def yield_segment_states(session: Session, indices: Iterable[int]) -> Iterator[tuple[int, Any]]:
     """Yield (segment, its state now) for each of `indices`; states are requested one at a time."""
     for index in indices:
         yield index, session.exchange(GroupMessage.PART, {index: b""}, step=-1).pieces[index]
 
 
-def tables_by_value(space: Space, session: Session) -> dict[str, list[Any]]:
+def read_tables(space: Space, session: Session) -> dict[str, list[Any]]:
     """Return the present states of all segments of each table, by the table's name."""
     return {
-        table.name: [bytes(each) for _, each in segment_states(session, segments)] for table, segments in _tables(space)
+        table.name: [bytes(each) for _, each in yield_segment_states(session, segments)]
+        for table, segments in _yield_tables(space)
     }
 
 
@@ -366,16 +367,18 @@ def write_tables(
     in a session that `meet` opens.
     """
     if kept is not None:
-        for table, segments in _tables(space):
+        for table, segments in _yield_tables(space):
             find_tables().write(folder / table.name, table, (kept[index] for index in segments))
     else:
         with meet() as session:
-            for table, segments in _tables(space):
-                find_tables().write(folder / table.name, table, (each for _, each in segment_states(session, segments)))
+            for table, segments in _yield_tables(space):
+                find_tables().write(
+                    folder / table.name, table, (each for _, each in yield_segment_states(session, segments))
+                )
     return sorted(folder.rglob("*.parquet"))
 
 
-def saved_tables(
+def read_saved_tables(
     space: Space, folder: Path, positions: list[int], same: bool, only: Collection[int] | None = None
 ) -> dict[int, Any]:
     """Return the states that `write_tables` wrote to `folder`, as a dict from segment of `space` to state.
@@ -385,7 +388,7 @@ def saved_tables(
     otherwise they begin at `positions`.
     """
     found: dict[int, Any] = {}
-    for table, segments in _tables(space):
+    for table, segments in _yield_tables(space):
         place = folder / table.name
         as_saved = same and len(list(place.glob("rows-*.parquet"))) == table.segments
         wanted = [index - segments.start for index in segments if only is None or index in only]
@@ -394,17 +397,17 @@ def saved_tables(
     return found
 
 
-def carried_tables(old: Space, session: Session, new: Space) -> dict[int, Any]:
+def carry_tables(old: Space, session: Session, new: Space) -> dict[int, Any]:
     """Return the old space's table states, which `session` reads, as a dict from segment of the new space to state."""
-    there = {table.name: segments for table, segments in _tables(new)}
+    there = {table.name: segments for table, segments in _yield_tables(new)}
     found: dict[int, Any] = {}
-    for table, segments in _tables(old):
-        for index, each in segment_states(session, segments):
+    for table, segments in _yield_tables(old):
+        for index, each in yield_segment_states(session, segments):
             found[there[table.name][index - segments.start]] = each
     return found
 
 
-def _tables(space: Space) -> Iterator[tuple[SparseTable, range]]:
+def _yield_tables(space: Space) -> Iterator[tuple[SparseTable, range]]:
     first = len(space.cuts)
     for table in space.tables:
         yield table, range(first, first + table.segments)

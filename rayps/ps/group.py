@@ -18,7 +18,7 @@ from rayps.ps.client.table_face import TableCopy, find_tables
 from rayps.ps.manager.assign_segments import Balance
 from rayps.ps.manager.decide_scale import ScaleRule
 from rayps.ps.manager.manager import BALANCE, SILENCE, ServerCount, check_size
-from rayps.ps.protocol.segment_map import SpaceMap, group_names, manager_actor
+from rayps.ps.protocol.segment_map import SpaceMap, list_groups, manager_actor
 from rayps.ps.protocol.space import Quota, Space
 
 CALL_SECONDS = 90.0  # seconds for a manager to answer a call; the longest call is `open`, which waits for servers
@@ -272,7 +272,7 @@ def start(
             f"{name!r} cannot name a server group: give a text that is not blank, without /", field="name"
         )
     check_size(name, servers, replicas)
-    home, given = _home(cluster, hosts)
+    home, given = _find_home(cluster, hosts)
     if home.find(manager_actor(name)) is not None:
         raise Conflict(
             f"there is a server group {name!r} already: give another name, resize that group, or stop it first",
@@ -319,11 +319,11 @@ def names(cluster: Cluster) -> list[str]:
     """Return the names of the server groups that run in a cluster."""
     homes = (cluster, surrounding())
     return [
-        name for name in group_names(rendezvous()) if any(home.find(manager_actor(name)) is not None for home in homes)
+        name for name in list_groups(rendezvous()) if any(home.find(manager_actor(name)) is not None for home in homes)
     ]
 
 
-def _home(cluster: Cluster, hosts: Cluster | None) -> tuple[Cluster, Cluster | None]:
+def _find_home(cluster: Cluster, hosts: Cluster | None) -> tuple[Cluster, Cluster | None]:
     """Return the cluster in which the manager runs, and the cluster that is passed to it, in which it starts servers.
 
     The second is None on Ray, where an actor can find its own cluster. In a cluster of threads, or of a test's

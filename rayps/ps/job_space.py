@@ -30,11 +30,11 @@ from rayps.core.time.member_times import MemberTimes
 from rayps.ps.client.session import Session
 from rayps.ps.column_space import (
     ColumnSpace,
-    carried_tables,
-    saved_tables,
-    segment_states,
-    tables_by_value,
+    carry_tables,
+    read_saved_tables,
+    read_tables,
     write_tables,
+    yield_segment_states,
 )
 from rayps.ps.group import ManagerClient
 from rayps.ps.protocol.members import MemberChange
@@ -116,14 +116,14 @@ class SpaceTerms:
         segments = sum(map(len, cuts))
         return [
             Space(
-                column_name(name, column),
+                name_column(name, column),
                 0,
                 workers,
                 strategy,
                 layout,
                 cuts[column],
                 pack(of_some(recipe, whole, [entry.name for entry in layout.entries])),
-                quota=shared(self.quota, layout.size / whole.size, len(cuts[column]) / segments),
+                quota=cut_quota(self.quota, layout.size / whole.size, len(cuts[column]) / segments),
                 ticks=ticks,
             )
             for column, layout in enumerate(layouts)
@@ -214,7 +214,7 @@ class JobSpace:
             self._columns = [ColumnSpace(self.group, made, [0] * terms.workers, terms.timeout)]
         self._branched = True
         with self._columns[0].session() as session:
-            states = segment_states(session, range(len(made.cuts)))
+            states = yield_segment_states(session, range(len(made.cuts)))
             parts = [part_of(state, 0, made.cuts[i][0]) for i, state in states]
         moments = optim.join([part.moments for part in parts], layout)
         return Snapshot(layout, torch.cat([part.params for part in parts]), moments)
@@ -281,7 +281,7 @@ class JobSpace:
         for column in self._columns:
             column.stop_collecting()
         positions = list(parts[0].positions)
-        tables = self._first_tables(fresh[0], positions)
+        tables = self._make_first_tables(fresh[0], positions)
         with self._watch.lock:
             self._bound = None
             while self._columns:
@@ -402,9 +402,9 @@ class JobSpace:
         if column is None or self._watch.job().get("bytes", 0) > WHOLE_BYTES:
             return {}
         with column.session() as session:
-            return tables_by_value(column.space, session)
+            return read_tables(column.space, session)
 
-    def _first_tables(self, space: Space, positions: list[int]) -> dict[int, Any]:
+    def _make_first_tables(self, space: Space, positions: list[int]) -> dict[int, Any]:
         """Return a dict from segment to the state with which it begins, for segments of tables.
 
         The states are those of the open space, or of a checkpoint, or {} if there is neither; the tables are then
@@ -413,10 +413,10 @@ class JobSpace:
         old = self._with_tables
         if old is not None:
             with old.session() as session:
-                return carried_tables(old.space, session, space)
+                return carry_tables(old.space, session, space)
         if self._saved_tables is not None and space.tables:
             folder, same = self._saved_tables
-            return saved_tables(space, folder, positions, same)
+            return read_saved_tables(space, folder, positions, same)
         return {}
 
     # ---- watching
@@ -453,7 +453,7 @@ class JobSpace:
             }
         )
         folder, same = self._saved_tables or (None, True)
-        tables = saved_tables(space, folder, part.positions, same, lost) if folder else {}
+        tables = read_saved_tables(space, folder, part.positions, same, lost) if folder else {}
         missing = column.restore(part, tables, lost, skips, members=self._members)
         rows = "" if folder or not space.tables else ". Tables start empty, because no checkpoint has their rows"
         self._watch.add_event(
@@ -537,7 +537,7 @@ class JobSpace:
         self._columns = []
 
 
-def column_name(job: str, column: int) -> str:
+def name_column(job: str, column: int) -> str:
     """Return the name of the space of a job's column."""
     return job if column == 0 else f"{job}/{column}"
 
@@ -548,7 +548,7 @@ def is_column_of(space: str, job: str) -> bool:
     return name == job and column.isdigit()
 
 
-def shared(quota: Quota, elements: float, requests: float) -> Quota:
+def cut_quota(quota: Quota, elements: float, requests: float) -> Quota:
     """Return a space's share of its job's quota, given its fractions of the job's elements and requests."""
     return Quota(
         None if quota.bytes is None else max(1, int(quota.bytes * elements)),
@@ -657,7 +657,7 @@ class GroupWatch:
 
     def job(self) -> Facts:
         """Return the facts of all the job's spaces together."""
-        return in_sum(spaces_of(self.facts, self._spaces()))
+        return add_up_facts(spaces_of(self.facts, self._spaces()))
 
     @property
     def throttled(self) -> str | None:
@@ -671,7 +671,7 @@ def spaces_of(facts: Facts, spaces: Sequence[Space]) -> list[Facts]:
     return [known.get(space.number, {}) for space in spaces]
 
 
-def in_sum(spaces: Sequence[Facts]) -> Facts:
+def add_up_facts(spaces: Sequence[Facts]) -> Facts:
     """Return the facts of several spaces combined into those of one. If one space has no quota, the result has none."""
     if len(spaces) < 2:
         return spaces[0] if spaces else {}

@@ -30,12 +30,12 @@ from rayps.ps import group as elastic
 from rayps.ps.client.client import GroupServer, compress
 from rayps.ps.client.connections import take_rank
 from rayps.ps.client.session import KEEP_BYTES, Session
-from rayps.ps.column_space import segment_states
+from rayps.ps.column_space import yield_segment_states
 from rayps.ps.group import ManagerClient
 from rayps.ps.manager.manager import ServerCount
 from rayps.ps.manager.status import COUNTS
 from rayps.ps.protocol.messages import GroupMessage
-from rayps.ps.protocol.rows import cut, cuts
+from rayps.ps.protocol.rows import cut, cut_shards
 from rayps.ps.protocol.segment_map import StaticMap
 from rayps.ps.protocol.space import Quota, Space
 from rayps.ps.server.dense_segment import part_of, state_of
@@ -115,13 +115,13 @@ class ServerGroup:
             raise ConfigError(
                 f"workers is {workers!r}: give the number of actors that will join, at least 1", field="workers"
             )
-        named = _named(params)
+        named = _check_named(params)
         self.layout = Layout.of(named.items())
         self.workers, self.timeout = workers, timeout
         self._as_dict = not isinstance(params, Tensor)
         self._compression = compression
         self._secret = secrets.token_bytes(32)
-        factory = optimizer or _sgd
+        factory = optimizer or _make_sgd
         optim.check_elementwise(factory, self.layout)
         warning = servers.scale_warning(workers)
         if warning is not None and optim.ignores_scale(factory, self.layout):
@@ -142,13 +142,13 @@ class ServerGroup:
                 pack(factory),
                 quota=quota or Quota(),
             )
-            self._own = self._opened(group, space, vector, begun, moments)
+            self._own = self._open(group, space, vector, begun, moments)
             return
-        space = Space("shared", 1, workers, strategy, self.layout, tuple(cuts(self.layout, shards)))
+        space = Space("shared", 1, workers, strategy, self.layout, tuple(cut_shards(self.layout, shards)))
         snapshot = Snapshot(self.layout, vector, moments or {}, positions=[begun] * workers)
         self._fixed = self._start(factory, space, snapshot)
 
-    def _opened(
+    def _open(
         self,
         group: str | elastic.ManagerClient | None,
         space: Space,
@@ -219,18 +219,18 @@ class ServerGroup:
                 field="rank",
             )
         if self._own is not None:
-            return self._coded(self._own.server(rank))
+            return self._set_encoding(self._own.server(rank))
         assert self._fixed is not None, "a ServerGroup has an OwnSpace or a FixedSpace"
         found, space = self._fixed.map, self._fixed.space
         incarnation = take_rank(found, space, rank, self.timeout)
         session = Session(found, space, rank, incarnation=incarnation, timeout=self.timeout, keep=0, resident=resident)
         try:
-            return self._coded(GroupServer(session))
+            return self._set_encoding(GroupServer(session))
         except BaseException:
             session.close()
             raise
 
-    def _coded(self, server: GroupServer) -> GroupServer:
+    def _set_encoding(self, server: GroupServer) -> GroupServer:
         """Return `server`, after its pushes are set to the encoding of the argument `compression`."""
         if self._compression is not None:
             log.info(compress(server, self._compression)["message"])
@@ -248,7 +248,7 @@ class ServerGroup:
             ConfigError: `servers` is 0, or below replicas + 1; or the servers are fixed.
             Conflict: a resize is in progress.
         """
-        self._elastic("resize").group.resize(servers)
+        self._require_elastic("resize").group.resize(servers)
 
     def facts(self) -> dict[str, Any]:
         """Return the state of the servers as plain data: servers, spaces, segments, moves, events.
@@ -257,7 +257,7 @@ class ServerGroup:
         """
         if self._fixed is not None:
             return self._fixed.facts()
-        return self._elastic("facts").facts()
+        return self._require_elastic("facts").facts()
 
     def wait_settled(self, timeout: float | None = None) -> None:
         """Wait until all servers are alive, and have the segments and backups that the manager assigns to them.
@@ -269,7 +269,7 @@ class ServerGroup:
         if self._fixed is not None:
             self._fixed.check()
             return
-        self._elastic("wait_settled").group.wait_settled(self.timeout if timeout is None else timeout)
+        self._require_elastic("wait_settled").group.wait_settled(self.timeout if timeout is None else timeout)
 
     def branch(self, name: str | None = None, *, quota: Quota | None = None) -> ServerGroup:
         """Return another `ServerGroup` on the same servers, which begins at step 0 with these parameters.
@@ -278,7 +278,7 @@ class ServerGroup:
 
         Raises ConfigError if the servers are fixed, and Conflict if a space `name` is open.
         """
-        own = self._elastic("branch")
+        own = self._require_elastic("branch")
         found = ServerGroup.__new__(ServerGroup)
         found.__dict__.update(self.__dict__)
         found._own = own.branch(name or f"{own.space.name}-{secrets.token_hex(4)}", quota)
@@ -294,7 +294,7 @@ class ServerGroup:
         """The space of the parameters on the elastic group, or None if the servers are fixed."""
         return None if self._own is None else self._own.space
 
-    def _elastic(self, call: str) -> OwnSpace:
+    def _require_elastic(self, call: str) -> OwnSpace:
         if self._own is None:
             raise ConfigError(
                 f"{call} needs servers whose segments can move, and these servers are fixed: create the group with "
@@ -342,7 +342,7 @@ def _refuse_mixtures(
         )
 
 
-def _named(params: Any) -> dict[str, Tensor]:
+def _check_named(params: Any) -> dict[str, Tensor]:
     named = {"": params} if isinstance(params, Tensor) else params
     if not isinstance(named, dict) or not all(isinstance(value, Tensor) for value in named.values()):
         raise ConfigError(
@@ -360,7 +360,7 @@ def _named(params: Any) -> dict[str, Tensor]:
     return dict(named)
 
 
-def present_state(server: GroupServer) -> tuple[Tensor, optim.Moments]:
+def read_present_state(server: GroupServer) -> tuple[Tensor, optim.Moments]:
     """Return the vector and the optimizer's state of whole parameters, by name, as a worker's servers have them now.
 
     Each segment is of one version; if workers run in step, of its last complete round.
@@ -369,12 +369,12 @@ def present_state(server: GroupServer) -> tuple[Tensor, optim.Moments]:
     space = server.session.space
     layout, cuts = space.layout, space.cuts
     assert layout is not None, "a GroupServer has a vector"
-    states = segment_states(server.session, range(len(cuts)))
+    states = yield_segment_states(server.session, range(len(cuts)))
     parts = [part_of(state, 0, cuts[index][0]) for index, state in states]
     return torch.cat([part.params for part in parts]), optim.join([part.moments for part in parts], layout)
 
 
-def _sgd(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+def _make_sgd(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=1.0)
 
 
@@ -619,7 +619,7 @@ class SharedParameters:
             return self._server.pull_rows(lo, table, out=out, consistent=consistent)
         if lo is not None or hi is not None:
             return self._server.pull(lo or 0, hi, out=out, consistent=consistent)
-        return self._shaped(self._server.pull(out=out, consistent=consistent))
+        return self._shape(self._server.pull(out=out, consistent=consistent))
 
     def push(
         self,
@@ -651,13 +651,13 @@ class SharedParameters:
     ) -> Any:
         """Push, then pull the same parameters or rows. For all parameters this is one request to each server."""
         self._post(value, rows, weight, None, table)
-        return self._shaped(self._server.pull(out=out)) if rows is None else self.pull(value, table=table, out=out)
+        return self._shape(self._server.pull(out=out)) if rows is None else self.pull(value, table=table, out=out)
 
     def _post(self, value: Any, rows: Tensor | None, weight: float, lo: int | None, table: str | None) -> None:
         if rows is not None:
             self._server.push_rows(value, rows, weight, table)
         else:
-            self._server.push(self._checked(value) if lo is None else value, weight, lo or 0)
+            self._server.push(self._check(value) if lo is None else value, weight, lo or 0)
 
     def buffer(self) -> Tensor:
         """Return a flat tensor of zeros, as long as the parameters. A gradient in this tensor is pushed without a copy.
@@ -668,7 +668,7 @@ class SharedParameters:
 
     def read(self) -> Any:
         """Return the parameters as they are now, without waiting for other workers."""
-        return self._shaped(self._server.read())
+        return self._shape(self._server.read())
 
     def flush(self) -> None:
         """Wait until every push is durable: all backups have it, so the death of one server does not lose it.
@@ -682,9 +682,9 @@ class SharedParameters:
         """Close the connections. The servers retain the number of this rank's steps."""
         self._server.close()
 
-    def _checked(self, value: Any) -> Tensor | Gradient:
+    def _check(self, value: Any) -> Tensor | Gradient:
         if isinstance(value, dict):
-            value = self._one_vector(value)
+            value = self._join_vector(value)
         if not isinstance(value, Gradient) and value.numel() != self._layout.size:
             raise ConfigError(
                 f"a push has {value.numel()} elements, and the parameters have {self._layout.size}: push all elements, "
@@ -693,7 +693,7 @@ class SharedParameters:
         found: Tensor | Gradient = value
         return found
 
-    def _one_vector(self, named: dict[str, Tensor]) -> Tensor:
+    def _join_vector(self, named: dict[str, Tensor]) -> Tensor:
         shapes = {entry.name: entry.shape for entry in self._layout.entries}
         for name in sorted(shapes.keys() | named.keys()):
             found = tuple(named[name].shape) if name in named else None
@@ -706,7 +706,7 @@ class SharedParameters:
                 )
         return torch.cat([named[name].detach().reshape(-1).cpu() for name in shapes])
 
-    def _shaped(self, vector: Tensor) -> Any:
+    def _shape(self, vector: Tensor) -> Any:
         if self._as_vector:
             return vector
         named = {e.name: vector[e.lo : e.hi].view(e.shape) for e in self._layout.entries}

@@ -36,17 +36,17 @@ class BackupAssignment:
     source: Source | None = None  # the worker that has the committed state; None if this worker has it
 
 
-def backup_holders(grid: Grid, hosts: Sequence[str]) -> list[int | None]:
+def choose_backup_holders(grid: Grid, hosts: Sequence[str]) -> list[int | None]:
     """Return, for each rank, the rank of the worker that holds its backup, or None if the job has one worker.
 
     The holder is a counterpart if there is one, otherwise another worker of the same replica. Candidates are tried in
     the order of ranks after the worker's own rank. The first one on another host is taken, or the first one if all are
     on one host.
     """
-    return [_backup_holder(grid, hosts, rank) for rank in range(grid.size)]
+    return [_choose_backup_holder(grid, hosts, rank) for rank in range(grid.size)]
 
 
-def _backup_holder(grid: Grid, hosts: Sequence[str], rank: int) -> int | None:
+def _choose_backup_holder(grid: Grid, hosts: Sequence[str], rank: int) -> int | None:
     circle = grid.along("data", rank) if grid.data > 1 else grid.replica(grid.at(rank).data)
     at = circle.index(rank)
     others = circle[at + 1 :] + circle[:at]
@@ -69,14 +69,16 @@ def plan_rebuild(grid: Grid, held_rounds: Mapping[int, Mapping[int, HeldRounds]]
     own = [set(held[rank].rounds) if rank in held else set[int]() for rank, held in held_rounds.items()]
     plans: list[Continuation] = []
     for found in sorted(set.intersection(*own), reverse=True):
-        sources = {rank: _source(grid, held_rounds, rank, found) for rank in lost}
+        sources = {rank: _find_source(grid, held_rounds, rank, found) for rank in lost}
         if None not in sources.values():
             known = {rank: source for rank, source in sources.items() if source is not None}
             plans.append(Continuation(found, tuple(sorted(held_rounds)), True, known))
     return next((plan for plan in plans if plan.complete), plans[0] if plans else None)
 
 
-def _source(grid: Grid, held_rounds: Mapping[int, Mapping[int, HeldRounds]], rank: int, found: int) -> Source | None:
+def _find_source(
+    grid: Grid, held_rounds: Mapping[int, Mapping[int, HeldRounds]], rank: int, found: int
+) -> Source | None:
     holders = [holder for holder, held in held_rounds.items() if rank in held and found in held[rank].rounds]
     counterparts = [
         other

@@ -145,7 +145,7 @@ class PeerReplication:
     def _serve(self) -> None:
         try:
             while not self._closed:
-                for key in self._readable():
+                for key in self._find_readable():
                     self._serve_descriptor(key)
         except Exception:  # a bug of rayps: the run continues, but this worker holds no more backups
             log.exception("worker-%d holds no backups any more, because its replication thread failed", self.rank)
@@ -160,7 +160,7 @@ class PeerReplication:
             self._wake_receiver.close()
             self._wake_sender.close()
 
-    def _readable(self) -> list[int]:
+    def _find_readable(self) -> list[int]:
         with selectors.DefaultSelector() as selector:
             for fd in (self._wake_receiver.fileno(), self._listener.fileno(), *self._links):
                 selector.register(fd, selectors.EVENT_READ)
@@ -345,7 +345,7 @@ class BackupConnection:
 
     def _send_states(self) -> None:
         try:
-            for rounds in self._committed_rounds():
+            for rounds in self._yield_committed_rounds():
                 blob = self.slots.blob(rounds)
                 if blob is None:
                     continue  # the slot of this round was overwritten
@@ -364,7 +364,7 @@ class BackupConnection:
                 self._error = self._error or error
                 self._changed.notify_all()
 
-    def _committed_rounds(self) -> Iterator[int]:
+    def _yield_committed_rounds(self) -> Iterator[int]:
         """Yield every committed round in order, because recovery may need either of the newest two."""
         while True:
             with self._changed:

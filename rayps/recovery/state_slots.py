@@ -179,11 +179,11 @@ class _Slot:
 
     @property
     def view(self) -> memoryview:
-        return self._memory.view[: _size(self._memory.view)]
+        return self._memory.view[: _read_size(self._memory.view)]
 
     def sealed(self) -> tuple[int, int] | None:
         """Return the base generation and round of the slot's state, or None if the slot is not sealed."""
-        return _sealed(self._memory.view)
+        return _read_seal(self._memory.view)
 
     def age(self) -> int:
         found = self.sealed()
@@ -215,11 +215,11 @@ class _Slot:
         sizes = [dtype.itemsize * math.prod(shape) for dtype, shape in shapes.values()]
         kinds = [[name, str(dtype).removeprefix("torch."), list(shape)] for name, (dtype, shape) in shapes.items()]
         self._table = json.dumps(kinds).encode()
-        at = _aligned(_HEAD.size + len(self._table))
+        at = _align(_HEAD.size + len(self._table))
         offsets = []
         for size in sizes:
             offsets.append(at)
-            at = _aligned(at + size)
+            at = _align(at + size)
         self._end = at
         self._places = []
         self._grow(at + 2 * extra)
@@ -256,17 +256,17 @@ def parse(blob: Buffer) -> CommittedState | None:
     view = memoryview(blob)
     if view.readonly:  # torch needs writable memory
         view = memoryview(bytearray(view))
-    found = _sealed(view)
+    found = _read_seal(view)
     if found is None:
         return None
     _, _, _, table, end, extra = _HEAD.unpack_from(view)
     try:
-        tensors, at = dict[str, Tensor](), _aligned(_HEAD.size + table)
+        tensors, at = dict[str, Tensor](), _align(_HEAD.size + table)
         for name, kind, shape in json.loads(bytes(view[_HEAD.size : _HEAD.size + table])):
             dtype, count = getattr(torch, kind), math.prod(shape)
             flat = torch.frombuffer(view, dtype=dtype, count=count, offset=at) if count else torch.empty(0, dtype=dtype)
             tensors[name] = flat.view(shape)
-            at = _aligned(at + count * dtype.itemsize)
+            at = _align(at + count * dtype.itemsize)
         facts = json.loads(bytes(view[end : end + extra]))
     except (ValueError, TypeError, AttributeError) as error:
         raise LinkError(f"a worker's state of {len(view)} bytes is damaged and cannot be read: {error}") from error
@@ -281,18 +281,18 @@ def read_state(fd: int) -> CommittedState | None:
     size = os.fstat(fd).st_size
     memory = Memory(os.dup(fd), size, read_only=True)
     try:
-        before = _sealed(memory.view)
+        before = _read_seal(memory.view)
         if before is None:
             return None
-        copy = bytearray(memory.view[: _size(memory.view)])
-        return parse(copy) if _sealed(memory.view) == before else None
+        copy = bytearray(memory.view[: _read_size(memory.view)])
+        return parse(copy) if _read_seal(memory.view) == before else None
     finally:
         memory.close()
 
 
 def read_position(fd: int) -> tuple[int, int] | None:
     """Return the base generation and round of the state in another worker's segment, or None if it is not sealed."""
-    return _sealed(memoryview(os.pread(fd, _HEAD.size, 0)))
+    return _read_seal(memoryview(os.pread(fd, _HEAD.size, 0)))
 
 
 def pack(state: CommittedState, only: tuple[str, ...] | None = None) -> bytearray:
@@ -310,17 +310,17 @@ def pack(state: CommittedState, only: tuple[str, ...] | None = None) -> bytearra
         slot.close()
 
 
-def _sealed(view: memoryview) -> tuple[int, int] | None:
+def _read_seal(view: memoryview) -> tuple[int, int] | None:
     if len(view) < _HEAD.size:
         return None
     magic, base_generation, rounds, *_ = _HEAD.unpack_from(view)
     return (base_generation, rounds) if magic == _MAGIC and rounds >= 0 else None
 
 
-def _size(view: memoryview) -> int:
+def _read_size(view: memoryview) -> int:
     *_, end, extra = _HEAD.unpack_from(view)
     return int(end + extra)
 
 
-def _aligned(at: int) -> int:
+def _align(at: int) -> int:
     return -(-at // _ALIGN) * _ALIGN

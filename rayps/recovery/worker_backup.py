@@ -21,7 +21,7 @@ from torch import Tensor
 from rayps.comm.link import memory
 from rayps.core import failpoint
 from rayps.core.job.records import Point
-from rayps.core.strategy.costs import amount
+from rayps.core.strategy.costs import format_bytes
 from rayps.recovery.backup_assignment import BackupAssignment, HeldRounds
 from rayps.recovery.peer_replication import BackupConnection, PeerReplication, fetch_missing_part, fetch_state
 from rayps.recovery.state_slots import CommittedState, StateFacts
@@ -66,9 +66,9 @@ class CommitCost:
         return max(costs, key=lambda cost: (cost.share, cost.kept), default=None)
 
     def __str__(self) -> str:
-        travel = f" and send {amount(self.sent)} to another host" if self.sent else ""
+        travel = f" and send {format_bytes(self.sent)} to another host" if self.sent else ""
         took = f"{self.seconds * 1e3:.2f} ms, {self.share:.1%} of the round"
-        return f"copy {amount(self.kept)}{travel} per round ({took})"
+        return f"copy {format_bytes(self.kept)}{travel} per round ({took})"
 
     def to_dict(self) -> JsonObject:
         """Return the cost as JSON-ready facts."""

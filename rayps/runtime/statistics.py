@@ -43,12 +43,12 @@ class StatisticsResult:
     @property
     def values(self) -> dict[str, float | list[float]]:
         """The answers as numbers: one number, or a list for a histogram or several quantiles."""
-        return {name: _number(answer.values.tolist()) for name, answer in self.answers.items()}
+        return {name: _unwrap_single(answer.values.tolist()) for name, answer in self.answers.items()}
 
     @property
     def errors(self) -> dict[str, float | list[float]]:
         """The standard deviations of the noise in `values`; 0 without privacy."""
-        return {name: _number(answer.errors.tolist()) for name, answer in self.answers.items()}
+        return {name: _unwrap_single(answer.errors.tolist()) for name, answer in self.answers.items()}
 
     def __repr__(self) -> str:
         lines = []
@@ -147,5 +147,5 @@ def statistics(
     return StatisticsResult(answers, run.privacy, run)
 
 
-def _number(values: list[float]) -> float | list[float]:
+def _unwrap_single(values: list[float]) -> float | list[float]:
     return values[0] if len(values) == 1 else values

@@ -302,8 +302,8 @@ def train(
         result.metrics["loss"], result.model()
     """
     phases = parse(strategy, Path.cwd())
-    kind = workload if isinstance(workload, str) else _kind(workload if isinstance(workload, type) else type(workload))
-    size = elastic_fields(workers, _elastic_options(elastic, global_batch, balance=balance))
+    kind = workload if isinstance(workload, str) else _name(workload if isinstance(workload, type) else type(workload))
+    size = elastic_fields(workers, _merge_elastic_options(elastic, global_batch, balance=balance))
     spec = JobSpec(
         kind,
         wire(phases),
@@ -330,7 +330,7 @@ def train(
     arguments = _arguments(dry_run, start_from, server_group if cluster is None and address is None else None)
     for phase in phases:
         refuse(features_of_phase(phase) | arguments)
-    workload = _workload(workload, spec.params)
+    workload = _make_workload(workload, spec.params)
     folder = location_of(checkpoint) if checkpoint is not None else None
     resumed, passed = folder_to_resume(resume, folder)
     if resumed is not None:
@@ -351,7 +351,7 @@ def train(
         try:
             run = RunHandle(spec.name or "dry run", spec, parameters.effective(workload), journal, folder)
             found = runner_of(callbacks, workload, run, spec.timeout)
-            return _rehearsed(workload, spec, phases, journal, found, cluster, address)
+            return _rehearse(workload, spec, phases, journal, found, cluster, address)
         finally:
             if display:
                 display.close()
@@ -374,10 +374,10 @@ def train(
     finally:
         if display:
             display.close()
-    return _result(outcome, journal, workload, driver.job_time(), spec)
+    return _make_result(outcome, journal, workload, driver.job_time(), spec)
 
 
-def _clients(outcome: Outcome, workload: Workload, spec: JobSpec) -> JobClients | None:
+def _make_clients(outcome: Outcome, workload: Workload, spec: JobSpec) -> JobClients | None:
     """Return the clients of a run that has succeeded; None if its last strategy is not federated."""
     strategy, snapshot = outcome.strategy, outcome.snapshot
     if not isinstance(strategy, FederatedView) or snapshot is None:
@@ -387,13 +387,15 @@ def _clients(outcome: Outcome, workload: Workload, spec: JobSpec) -> JobClients 
     return JobClients(workload, strategy, snapshot, states, seed=spec.seed, threads=threads)
 
 
-def _result(outcome: Outcome, journal: Journal, workload: Workload, time: JobTime, spec: JobSpec) -> Result:
+def _make_result(outcome: Outcome, journal: Journal, workload: Workload, time: JobTime, spec: JobSpec) -> Result:
     """Return the result of a run that has succeeded. Raise the error of a run that has failed."""
     if outcome.status is not Status.SUCCEEDED or outcome.snapshot is None:
         raise outcome.error if isinstance(outcome.error, RaypsError) else TrainingError(outcome.message)
     return Result(
         outcome.metrics,
-        metrics.history(metrics.until(journal.points, outcome.snapshot.round), used := parameters.effective(workload)),
+        metrics.make_history(
+            metrics.cut_points(journal.points, outcome.snapshot.round), used := parameters.effective(workload)
+        ),
         journal.events,
         outcome.checkpoint,
         workload,
@@ -403,7 +405,7 @@ def _result(outcome: Outcome, journal: Journal, workload: Workload, time: JobTim
         outcome.best,
         outcome.scratch,
         time,
-        _clients(outcome, workload, spec),
+        _make_clients(outcome, workload, spec),
         claim_of_run(journal.events, journal.points),
     )
 
@@ -435,7 +437,7 @@ def folder_for_traces(profile: str | Path | None, journal: Journal) -> Path | No
     return folder
 
 
-def _rehearsed(
+def _rehearse(
     workload: Workload,
     spec: JobSpec,
     phases: list[Phase],
@@ -465,15 +467,15 @@ def _rehearsed(
             each.close()
     journal.event("dry_run", found.text, phases=[dict(each) for each in found.phases])
     assert found.outcome.snapshot is not None, "a dry run that ends has a state"
-    history = metrics.history([])
+    history = metrics.make_history([])
     return Result(found.outcome.metrics, history, journal.events, None, workload, found.outcome.snapshot)
 
 
-def _kind(workload: type) -> str:
+def _name(workload: type) -> str:
     return f"{workload.__module__}:{workload.__qualname__}"
 
 
-def _workload(given: Workload | type[Workload] | str, params: JsonObject) -> Workload:
+def _make_workload(given: Workload | type[Workload] | str, params: JsonObject) -> Workload:
     if isinstance(given, str):
         given = load_workload(given, params=params)
     elif isinstance(given, type) and is_workload(given):
@@ -515,11 +517,11 @@ def _run(driver: Driver, cluster: Cluster | None, address: str | None) -> Outcom
         if opened is not None and opened is not cluster:
             opened.close()
     if interrupts and outcome.status is Status.STOPPED:
-        raise KeyboardInterrupt(f"{outcome.message}\n{way_to_resume(outcome)}")
+        raise KeyboardInterrupt(f"{outcome.message}\n{describe_resume(outcome)}")
     return outcome
 
 
-def way_to_resume(outcome: Outcome) -> str:
+def describe_resume(outcome: Outcome) -> str:
     """Return how to continue a run that was stopped."""
     if outcome.checkpoint:
         return "--resume (resume=True) continues from there"
@@ -644,7 +646,7 @@ def stops(driver: Stoppable, notify: Callable[[str], None]) -> Iterator[list[int
             signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: not set by Python
 
 
-def _elastic_options(elastic: Mapping[str, Json] | None, rows: int | None, *, balance: bool) -> JsonObject | None:
+def _merge_elastic_options(elastic: Mapping[str, Json] | None, rows: int | None, *, balance: bool) -> JsonObject | None:
     own: JsonObject = {} if rows is None else {"global_batch": rows}
     own |= {"balance": balance} if balance else {}
     return dict(elastic or {}) | own if own or elastic is not None else None

@@ -86,7 +86,7 @@ def find_differences(jobs_dir: Path, rows: Mapping[str, StoreRow]) -> tuple[Fold
     A folder is read only if its job has no row or has not ended.
     """
     folders: dict[str, FolderRow] = {}
-    for job_id in job_folders.job_ids(jobs_dir):
+    for job_id in job_folders.list_job_ids(jobs_dir):
         if job_id not in rows or not rows[job_id].status.terminal:
             folders[job_id] = read_folder(jobs_dir / job_id)
     return compare(rows, folders), folders
@@ -97,14 +97,14 @@ def compare(rows: Mapping[str, StoreRow], folders: Mapping[str, FolderRow]) -> F
     without = [job_id for job_id in folders if job_id not in rows]
     live = [job_id for job_id, row in rows.items() if not row.status.terminal]
     return FolderDifferences(
-        tuple(job_id for job_id in without if _usable(folders[job_id].row)),
+        tuple(job_id for job_id in without if _is_usable(folders[job_id].row)),
         tuple(job_id for job_id in live if job_id in folders and folders[job_id].attempt > rows[job_id].attempt),
-        tuple(job_id for job_id in without if not _usable(folders[job_id].row)),
+        tuple(job_id for job_id in without if not _is_usable(folders[job_id].row)),
         tuple(job_id for job_id in live if job_id not in folders or folders[job_id].row is None),
     )
 
 
-def restored_columns(found: FolderRow) -> JobRow:
+def make_restored_columns(found: FolderRow) -> JobRow:
     """Return the columns that a restored row takes from the folder: status, attempt, failures and those of the outcome.
 
     The status is that of the outcome if there is one, QUEUED if no attempt has started, and otherwise UNKNOWN.
@@ -135,11 +135,11 @@ async def adopt(store: Store, jobs_dir: Path) -> FolderDifferences:
     for job_id in findings.job_files_missing:
         await asyncio.to_thread(job_folders.write_row, jobs_dir / job_id, await store.json_row(job_id), sync=False)
     restored = [
-        ((folders[job_id].row or {}) | restored_columns(folders[job_id]), ROW_MISSING)
+        ((folders[job_id].row or {}) | make_restored_columns(folders[job_id]), ROW_MISSING)
         for job_id in findings.rows_missing
     ]
     restored += [
-        ({"id": job_id} | restored_columns(folders[job_id]), ROW_OUTDATED) for job_id in findings.rows_outdated
+        ({"id": job_id} | make_restored_columns(folders[job_id]), ROW_OUTDATED) for job_id in findings.rows_outdated
     ]
     if restored:
         await store.restore_rows(restored)
@@ -182,7 +182,7 @@ def _kill_driver(folder: Path) -> None:
         processes.kill_all([pid])
 
 
-def _usable(row: JobRow | None) -> bool:
+def _is_usable(row: JobRow | None) -> bool:
     try:
         JobSpec.from_dict((row or {}).get("spec") or {})
     except (ConfigError, TypeError, AttributeError):

@@ -26,7 +26,7 @@ from rayps.service.settings import Settings, private_write
 MANIFEST = "backup.json"
 _NOT_COPIED = re.compile(
     r"(ray[._]|service\.|rayps\.db|\.|lost\+found|backup\.json).*"
-)  # not copied by `_files`: files of running processes, and the store, which `_copy_store` copies
+)  # not copied by `_yield_files`: files of running processes, and the store, which `_copy_store` copies
 _CHECKPOINTS, _CODE = "checkpoints", "code"
 
 
@@ -70,7 +70,7 @@ def backup(settings: Settings, target: Path, *, checkpoints: bool = True) -> Bac
     target.chmod(0o700)
     jobs = _copy_store(settings.database, target / settings.database.name)
     files = size = 0
-    for path in _files(source, checkpoints):
+    for path in _yield_files(source, checkpoints):
         copied = _copy(path, target / path.relative_to(source))
         files, size = files + (copied is not None), size + (copied or 0)
     _remove_incomplete(source, target)
@@ -97,7 +97,7 @@ def _copy_store(database: Path, target: Path) -> int:
     return jobs
 
 
-def _files(source: Path, checkpoints: bool) -> Iterator[Path]:
+def _yield_files(source: Path, checkpoints: bool) -> Iterator[Path]:
     """Yield the files to copy: no symbolic links, and no temporary files, which a process is about to rename."""
     for folder, folders, names in os.walk(source):
         here = Path(folder)

@@ -32,10 +32,10 @@ from rayps_client.values import Json, JsonObject, is_json
 from rayps.core.job.job_status import Status
 from rayps.core.job.records import Event, Point
 from rayps.core.job.requirements import read_requirements
-from rayps.core.job.returned_rounds import counted
+from rayps.core.job.returned_rounds import select_counted
 from rayps.service.code.code_files import PackedCode, must_be_project
-from rayps.service.code.code_upload import prepare_upload, sent_value, write_code
-from rayps.service.remote_group import RemoteGroup, size_fields
+from rayps.service.code.code_upload import prepare_upload, prepare_value, write_code
+from rayps.service.remote_group import RemoteGroup, make_size_fields
 from rayps.service.rest_answers import ClusterAnswer, GroupRow, JobAnswer, JobsAnswer, SweepAnswer
 from rayps.service.settings import Settings
 from rayps.service.sweeps.sweep_client import Sweep, listed
@@ -81,8 +81,8 @@ class Client:
         on_packed: Callable[[PackedCode], None] = log_left_out,
     ) -> None:
         settings = Settings.read(url=url)
-        self.url = settings.url or _running_address(settings) or f"http://127.0.0.1:{settings.port}"
-        self._token = _token(settings) if token is None else read_token(token, "token")
+        self.url = settings.url or _find_running_address(settings) or f"http://127.0.0.1:{settings.port}"
+        self._token = _read_token(settings) if token is None else read_token(token, "token")
         self._state_dir, self._most_code, self._on_packed = settings.state_dir, settings.code_bytes, on_packed
         self._http = httpx2.Client(
             base_url=self.url,
@@ -132,10 +132,10 @@ class Client:
             Unauthorized: the token is missing, wrong or revoked.
         """
         fields: dict[str, Json] = {**spec, "workload": workload}
-        body, packed = self._prepared(fields, working_dir, strategy, requirements, upload=upload)
+        body, packed = self._prepare(fields, working_dir, strategy, requirements, upload=upload)
         return Job(self, self._post("/api/v1/jobs", body, packed))
 
-    def _prepared(
+    def _prepare(
         self,
         spec: Mapping[str, Json],
         working_dir: str | Path | None,
@@ -188,7 +188,7 @@ class Client:
 
     def download_code(self, code: str) -> bytes:
         """Return the archive with this SHA-256: a tar file. Raises NotFound if the service does not have it."""
-        return bytes(self._checked(self._sent("GET", f"/api/v1/code/{code}", timeout=_CODE_SECONDS), raw=True))
+        return bytes(self._check(self._sent("GET", f"/api/v1/code/{code}", timeout=_CODE_SECONDS), raw=True))
 
     def _send_code(self, packed: PackedCode) -> None:
         """Upload an archive unless the service has it."""
@@ -250,20 +250,20 @@ class Client:
             if key in chosen:
                 each: list[Json] = chosen[key]
                 chosen[key] = [sendable(value, place) for value in each]
-        job, packed = self._prepared(fields, place, fields.pop("strategy", None), requirements, upload=upload)
+        job, packed = self._prepare(fields, place, fields.pop("strategy", None), requirements, upload=upload)
         if packed is not None:
             folder = Path(place).expanduser().resolve()
             for key, held in chosen.items():
-                chosen[key] = [sent_value(key.removeprefix("job."), value, folder) for value in held]
+                chosen[key] = [prepare_value(key.removeprefix("job."), value, folder) for value in held]
         label = re.sub(r"[^A-Za-z0-9_.-]", "-", target.rpartition(":")[2]).strip("-_.")[:48] or "sweep"
         body: dict[str, Json] = {"name": name or f"{label}-{secrets.token_hex(3)}", "job": job, "over": dict(chosen)}
-        return self._sweep(self._post("/api/v1/sweeps", body, packed))
+        return self._make_sweep(self._post("/api/v1/sweeps", body, packed))
 
     def open_sweep(self, name: str) -> Sweep[Job]:
         """Return the sweep of this name. Raises NotFound if there is none."""
-        return self._sweep(self.call("GET", f"/api/v1/sweeps/{quote(name, safe='')}"))
+        return self._make_sweep(self.call("GET", f"/api/v1/sweeps/{quote(name, safe='')}"))
 
-    def _sweep(self, found: SweepAnswer) -> Sweep[Job]:
+    def _make_sweep(self, found: SweepAnswer) -> Sweep[Job]:
         return Sweep(self.call, found["name"], [Job(self, data) for data in found["jobs"]])
 
     def job(self, job_id: str) -> Job:
@@ -273,7 +273,7 @@ class Client:
             NotFound: no job has such an id.
             ConfigError: the ids of several jobs begin with the text.
         """
-        return Job(self, self.call("GET", f"/api/v1/jobs/{_checked_id(job_id)}"))
+        return Job(self, self.call("GET", f"/api/v1/jobs/{_check_id(job_id)}"))
 
     def jobs(
         self, *, status: Status | str | None = None, limit: int = 50, sweep: str | None = None, text: str | None = None
@@ -287,7 +287,7 @@ class Client:
         cursor: str | None = None
         while len(found) < limit:
             size = min(200, limit - len(found))
-            page = self._page(limit=size, status=status, cursor=cursor, sweep=sweep, text=text)
+            page = self._fetch_page(limit=size, status=status, cursor=cursor, sweep=sweep, text=text)
             found += [Job(self, data) for data in page["jobs"]]
             cursor = page["next_cursor"]
             if cursor is None:
@@ -296,10 +296,10 @@ class Client:
 
     def count_jobs(self, *, sweep: str | None = None, text: str | None = None) -> dict[Status, int]:
         """Return the number of jobs with each status, of all jobs or of those that `sweep` and `text` choose."""
-        counts = self._page(limit=1, sweep=sweep, text=text)["counts"]
+        counts = self._fetch_page(limit=1, sweep=sweep, text=text)["counts"]
         return {status: counts.get(status, 0) for status in Status}
 
-    def _page(self, **params: str | int | None) -> JobsAnswer:
+    def _fetch_page(self, **params: str | int | None) -> JobsAnswer:
         given = {key: value for key, value in params.items() if value is not None}
         found: JobsAnswer = self.call("GET", "/api/v1/jobs", params=given)
         return found
@@ -325,7 +325,7 @@ class Client:
             Unreachable: no service answers.
             Unauthorized: the token is missing, wrong or revoked.
         """
-        body = {"name": name, **size_fields(servers), "replicas": replicas}
+        body = {"name": name, **make_size_fields(servers), "replicas": replicas}
         body |= {key: value for key, value in (("silence", silence), ("cpus", cpus)) if value is not None}
         return RemoteGroup(self.call, self.call("POST", "/api/v1/server-groups", json=body))
 
@@ -365,7 +365,7 @@ class Client:
         """
         for field, value in (kwargs.get("json") or {}).items():
             _check_json(field, value)
-        return self._checked(self._sent(method, path, **kwargs))
+        return self._check(self._sent(method, path, **kwargs))
 
     def _sent(self, method: str, path: str, **kwargs: Any) -> httpx2.Response:
         repeatable = method in ("GET", "HEAD") or "Idempotency-Key" in kwargs.get("headers", {})
@@ -382,7 +382,7 @@ class Client:
                 failure = None
                 continue
             return answer
-        raise self._unreachable(failure)
+        raise self._explain_unreachable(failure)
 
     def download(self, path: str, params: dict[str, str], file: Path) -> None:
         """Write the bytes of the answer to a GET into a new file.
@@ -395,11 +395,11 @@ class Client:
             with self._http.stream("GET", path, params=params) as answer, file.open("xb") as out:
                 if answer.status_code != 200:
                     answer.read()
-                    self._checked(answer)
+                    self._check(answer)
                 for block in answer.iter_bytes():
                     out.write(block)
         except httpx2.TransportError as error:
-            raise self._unreachable(error) from error
+            raise self._explain_unreachable(error) from error
 
     def stream(self, job_id: str, topics: str, cursor: str = "") -> Iterator[StreamEvent]:
         """Yield (event, data) as events happen, until the job has ended. A lost connection is opened again.
@@ -421,9 +421,9 @@ class Client:
                         raise httpx2.ReadError(f"the service answered {answer.status_code}")
                     if answer.status_code != 200:
                         answer.read()
-                        self._checked(answer)
+                        self._check(answer)
                     silent_since, attempt = None, 0
-                    for event, data, at in _events(answer.iter_lines()):
+                    for event, data, at in _parse_events(answer.iter_lines()):
                         cursor = at or cursor
                         yield event, data
                         if event == "end":
@@ -431,11 +431,11 @@ class Client:
             except httpx2.TransportError as error:
                 silent_since = silent_since if silent_since is not None else time.monotonic()
                 if time.monotonic() - silent_since > _PATIENCE:
-                    raise self._unreachable(error) from error
+                    raise self._explain_unreachable(error) from error
             attempt += 1
             time.sleep(_pause(attempt))
 
-    def _checked(self, answer: httpx2.Response, *, raw: bool = False) -> Any:
+    def _check(self, answer: httpx2.Response, *, raw: bool = False) -> Any:
         if answer.status_code == 401 and not self._token:
             raise Unauthorized(
                 f"there is no token in {self._state_dir}: set RAYPS_STATE_DIR to the service's state directory (the "
@@ -444,7 +444,7 @@ class Client:
             )
         return answer.content if raw and answer.is_success else checked(answer)
 
-    def _unreachable(self, error: Exception | None) -> Unreachable:
+    def _explain_unreachable(self, error: Exception | None) -> Unreachable:
         cause = f" ({error})" if error is not None and str(error) else ""
         return Unreachable(
             f"no rayps service answers at {self.url}{cause}:\nstart one with `rayps serve`, or give its address "
@@ -570,7 +570,7 @@ class Job:
 
     def logs(self, *, follow: bool = False) -> Iterator[dict[str, str]]:
         """Yield the log lines, as {"time", "source", "text"}; with `follow` until the job has ended."""
-        return self._entries("logs", "lines", follow)
+        return self._yield_entries("logs", "lines", follow)
 
     def metrics(self, *, follow: bool = False) -> Iterator[Point]:
         """Yield the metric points: one for each round and one for each evaluation.
@@ -578,12 +578,12 @@ class Job:
         With `follow`, a point of the kind "returned" says that the run has returned to an earlier state: points of its
         `round` and of later rounds that were yielded before do not count, and others follow.
         """
-        found: Iterator[Point] = self._entries("metrics", "points", follow)
-        return found if follow else iter(counted(found))
+        found: Iterator[Point] = self._yield_entries("metrics", "points", follow)
+        return found if follow else iter(select_counted(found))
 
     def events(self, *, follow: bool = False) -> Iterator[Event]:
         """Yield the job's events, as {"time", "kind", "message", ...}."""
-        return self._entries("events", "events", follow)
+        return self._yield_entries("events", "events", follow)
 
     def report(self) -> JsonObject:
         """Return where the time of the job went, what costs most of it, and what to change.
@@ -633,7 +633,7 @@ class Job:
             yield event, data
         self.refresh()
 
-    def _entries(self, topic: str, key: str, follow: bool) -> Iterator[Any]:
+    def _yield_entries(self, topic: str, key: str, follow: bool) -> Iterator[Any]:
         if follow:
             for event, data in self._client.stream(self.id, topic):
                 if event == topic:
@@ -648,7 +648,7 @@ class Job:
             cursor = page["cursor"]
 
 
-def _events(lines: Iterator[str]) -> Iterator[tuple[str, Any, str]]:
+def _parse_events(lines: Iterator[str]) -> Iterator[tuple[str, Any, str]]:
     """Parse a stream of server-sent events into (name, data, id)."""
     event, data, at = "message", "", ""
     for line in lines:
@@ -671,20 +671,20 @@ def _pause(attempt: int) -> float:
     return random.uniform(0.5, 1.0) * min(5.0, 0.1 * 2.0**attempt)
 
 
-def _checked_id(text: str) -> str:
+def _check_id(text: str) -> str:
     if not text or not text.isascii() or not text.isalnum():
         raise NotFound(f"there is no job {text!r}: `rayps ls` lists them", status=404)
     return text
 
 
-def _running_address(settings: Settings) -> str | None:
+def _find_running_address(settings: Settings) -> str | None:
     try:
         return str(json.loads(settings.service_file.read_text())["url"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def _token(settings: Settings) -> str:
+def _read_token(settings: Settings) -> str:
     if settings.token is not None:
         return read_token(settings.token, "RAYPS_TOKEN")
     try:

@@ -118,14 +118,14 @@ class Drivers:
         self._kill_ended(cluster)
         living = set()
         for job_id in watched:
-            handle = cluster.find(_actor_name(job_id))
+            handle = cluster.find(_name_actor(job_id))
             if handle is not None:
                 self._handles[job_id] = handle
                 living.add(job_id)
         warm = cluster.keep_warm(self._warm) if self._warm else None
         notices = self._notices = cluster.notices()
         if any(one.node and one.pid is None for one in notices):
-            free, total = (_without(cluster.hosts(free), notices) for free in (True, False))
+            free, total = (_leave_out_ending(cluster.hosts(free), notices) for free in (True, False))
         else:
             free, total = cluster.free(), cluster.total()
         return DriverView(frozenset(living), free, total, warm, notices)
@@ -146,13 +146,13 @@ class Drivers:
             ending = {one.node for one in self._notices if one.node and one.pid is None}
             elsewhere |= {"anywhere": True, "avoid": tuple(sorted(ending))}
         try:
-            self._handles[job.id] = self._joined_cluster().spawn(
+            self._handles[job.id] = self._require_cluster().spawn(
                 DRIVER,
                 job.spec.to_dict(),
                 str(folder),
                 start.attempt,
                 start.failures,
-                name=_actor_name(job.id),
+                name=_name_actor(job.id),
                 detached=True,
                 here=True,
                 cpus=0.0,
@@ -174,7 +174,7 @@ class Drivers:
 
     def pass_on(self, found: NoticeChanges) -> None:
         """Announce and withdraw notices in the cluster."""
-        cluster = self._joined_cluster()
+        cluster = self._require_cluster()
         for one in found.announce:
             cluster.announce(one)
         for one in found.withdraw:
@@ -196,7 +196,7 @@ class Drivers:
         handle = self._handles.pop(job.id, None)
         passing("kill: chosen, not done")
         if handle is not None:
-            self._joined_cluster().kill(handle)
+            self._require_cluster().kill(handle)
         end_process(self._jobs_dir / job.id)
         passing("kill: done")
 
@@ -218,7 +218,7 @@ class Drivers:
         crash = begun.get("crash") if begun.get("attempt") == job.attempt else None
         return None if crash is None else str(crash)
 
-    def _joined_cluster(self) -> Actors:
+    def _require_cluster(self) -> Actors:
         if self.cluster is None:
             raise ClusterError("the service has not joined a Ray cluster yet")
         return self.cluster
@@ -226,7 +226,7 @@ class Drivers:
     def _kill_ended(self, cluster: Actors) -> None:
         for job_id, since in list(self._ended_at.items()):
             if time.monotonic() - since > _END_SECONDS:
-                handle = cluster.find(_actor_name(job_id))
+                handle = cluster.find(_name_actor(job_id))
                 if handle is not None:
                     log.warning("the driver of job %s did not end by itself and is killed", job_id)
                     cluster.kill(handle)
@@ -235,18 +235,18 @@ class Drivers:
                 self._ended_at.pop(job_id)
 
 
-def _without(hosts: dict[str, Bundle], notices: tuple[Notice, ...]) -> Bundle:
+def _leave_out_ending(hosts: dict[str, Bundle], notices: tuple[Notice, ...]) -> Bundle:
     """Return the CPUs and GPUs of all hosts except those that a notice concerns."""
     ending = {one.node for one in notices if one.pid is None}
     left = [has for name, has in hosts.items() if name not in ending]
     return {kind: sum(has.get(kind, 0.0) for has in left) for kind in ("cpu", "gpu")}
 
 
-def _actor_name(job_id: str) -> str:
+def _name_actor(job_id: str) -> str:
     return f"driver-{job_id}"
 
 
-def version_conflict(attempt: int, begun: AttemptRecord, launched: AttemptRecord) -> str | None:
+def explain_version_conflict(attempt: int, begun: AttemptRecord, launched: AttemptRecord) -> str | None:
     """Return why the service must not call the driver of this attempt.
 
     Return None if the service may call it, or if the driver's protocol is not known yet. `begun` is the content of

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from rayps.cluster.local import Bundle
 from rayps.core.job.job_status import Status
 from rayps.core.job.records import ProgressRecord
-from rayps.service.elastic_plan import ElasticJob, reserved
-from rayps.service.plan import cores_for, needs
+from rayps.service.elastic_plan import ElasticJob, add_up_reserved
+from rayps.service.plan import find_cores, needs
 from rayps.service.store import JobRecord
 from rayps.service.waiting import with_cores
 
@@ -24,7 +24,7 @@ class WorkerCounts:
     requested: int | None  # the most workers that the user wants now; None: `most`
 
 
-def worker_counts(record: JobRecord, progress: ProgressRecord | None) -> WorkerCounts | None:
+def count_workers(record: JobRecord, progress: ProgressRecord | None) -> WorkerCounts | None:
     """Return the numbers of workers of a job, or None if its number is fixed. `progress`: what its driver wrote."""
     spec = record.spec
     if spec.elastic is None:
@@ -35,7 +35,7 @@ def worker_counts(record: JobRecord, progress: ProgressRecord | None) -> WorkerC
     return WorkerCounts(spec.workers, spec.elastic.most, now, allowed, record.scale_to)
 
 
-def elastic_job(
+def describe_elastic_job(
     record: JobRecord, progress: ProgressRecord | None, now: float, *, reachable: bool, cores: float | None = None
 ) -> ElasticJob | None:
     """Return the facts of a started job, or None if its number of workers is fixed.
@@ -43,7 +43,7 @@ def elastic_job(
     `progress`: what the driver of the current attempt wrote. `now` is in seconds since the epoch. `reachable`: whether
     the driver can be called. `cores`: see `rayps.service.waiting.with_cores`.
     """
-    counts, elastic = worker_counts(record, progress), record.spec.elastic
+    counts, elastic = count_workers(record, progress), record.spec.elastic
     if counts is None or elastic is None:
         return None
     steady = reachable and record.stop_requested_at is None
@@ -52,7 +52,7 @@ def elastic_job(
         record.name,
         counts.least,
         counts.most,
-        with_cores(each_worker(record), cores_for(record.spec, cores)),
+        with_cores(each_worker(record), find_cores(record.spec, cores)),
         max(counts.least, counts.now),  # a job that starts reserves its least number
         counts.allowed,
         counts.requested,
@@ -69,13 +69,13 @@ def each_worker(record: JobRecord) -> Bundle:
     return {kind: record.spec.resources.get(kind, 0.0) for kind in ("cpu", "gpu")}
 
 
-def job_needs(record: JobRecord, job: ElasticJob | None, cores: float | None = None) -> tuple[Bundle, Bundle]:
+def find_job_needs(record: JobRecord, job: ElasticJob | None, cores: float | None = None) -> tuple[Bundle, Bundle]:
     """Return what a job reserves or may reserve, and the part of it that it has not taken yet, if it is running.
 
     `job`: its facts if it is elastic and has started. `cores`: see `rayps.service.waiting.with_cores`.
     """
-    least = with_cores(needs(record.spec), cores_for(record.spec, cores))
+    least = with_cores(needs(record.spec), find_cores(record.spec, cores))
     if job is None:
         return least, {}
-    held = reserved(least, job.each, max(job.members, job.allowed) - job.least)
-    return held, reserved({}, job.each, max(0, job.allowed - job.members))
+    held = add_up_reserved(least, job.each, max(job.members, job.allowed) - job.least)
+    return held, add_up_reserved({}, job.each, max(0, job.allowed - job.members))

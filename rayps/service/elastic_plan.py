@@ -73,7 +73,7 @@ class Allotment:
     givers: tuple[str, ...] = ()  # names of the jobs whose workers must leave before the waiting job can start
 
 
-def reserved(least: Bundle, each: Bundle, more: int) -> Bundle:
+def add_up_reserved(least: Bundle, each: Bundle, more: int) -> Bundle:
     """Return the resources of a job that reserves `least` for its least number, and `more` workers of `each`."""
     return {kind: least.get(kind, 0.0) + more * each.get(kind, 0.0) for kind in {**least, **each}}
 
@@ -87,7 +87,7 @@ def allot(
     take. `waiting`: the oldest job that waits for resources. `ending`: what jobs that were asked to stop will free.
     """
     target = {job.id: min(job.allowed, job.limit) if job.gives else job.allowed for job in jobs}
-    reason = {job.id: _why_less(job) for job in jobs if target[job.id] < job.allowed}
+    reason = {job.id: _explain_less(job) for job in jobs if target[job.id] < job.allowed}
     served = waiting is not None and _shrink_for(waiting, jobs, target, room, ending or {})
     givers: tuple[str, ...] = ()
     if waiting is not None and served:
@@ -102,7 +102,7 @@ def allot(
     return Allotment(changes, givers)
 
 
-def _why_less(job: ElasticJob) -> str:
+def _explain_less(job: ElasticJob) -> str:
     if job.requested is not None:
         return f"at most {job.requested} {'worker was' if job.requested == 1 else 'workers were'} requested"
     return "its driver wants no more workers"
@@ -117,7 +117,7 @@ def _shrink_for(
     """
     tried = dict(target)
     while True:
-        lacking = _lacking(waiting.needs, _room_later(jobs, tried, room, ending))
+        lacking = _find_lacking(waiting.needs, _estimate_room_later(jobs, tried, room, ending))
         if not lacking:
             target.update(tried)
             return True
@@ -132,16 +132,16 @@ def _shrink_for(
         tried[giver.id] -= 1
 
 
-def _room_later(jobs: Sequence[ElasticJob], target: dict[str, int], room: Bundle, ending: Bundle) -> Bundle:
+def _estimate_room_later(jobs: Sequence[ElasticJob], target: dict[str, int], room: Bundle, ending: Bundle) -> Bundle:
     """Return the room when every job has given up the workers above its target."""
     later = {kind: room.get(kind, 0.0) + ending.get(kind, 0.0) for kind in {**room, **ending}}
     for job in jobs:
         more = max(job.members, job.allowed) - target[job.id]
-        later = reserved(later, job.each, more)
+        later = add_up_reserved(later, job.each, more)
     return later
 
 
-def _lacking(needs: Bundle, room: Bundle) -> list[str]:
+def _find_lacking(needs: Bundle, room: Bundle) -> list[str]:
     return [kind for kind, amount in needs.items() if amount > room.get(kind, 0.0) + _ROUNDING]
 
 
@@ -153,7 +153,7 @@ def _grow(jobs: Sequence[ElasticJob], target: dict[str, int], room: Bundle) -> l
         fitting = [
             job
             for job in able
-            if target[job.id] < job.limit and (target[job.id] < job.members or not _lacking(job.each, left))
+            if target[job.id] < job.limit and (target[job.id] < job.members or not _find_lacking(job.each, left))
         ]
         if not fitting:
             return list(grown)
@@ -161,4 +161,4 @@ def _grow(jobs: Sequence[ElasticJob], target: dict[str, int], room: Bundle) -> l
         target[taker.id] += 1
         grown[taker.id] = None
         if target[taker.id] > taker.members:  # a member that was to leave takes no more room when it stays
-            left = reserved(left, taker.each, -1)
+            left = add_up_reserved(left, taker.each, -1)

@@ -43,7 +43,7 @@ _END_SECONDS = 30.0  # seconds in which a manager must stop; then it is killed
 _MOST_PAUSE = 30.0  # seconds: the longest pause between two attempts to start a manager that does not answer
 
 
-def manager_name(name: str) -> str:
+def name_manager(name: str) -> str:
     """Return the name of a group's manager in the cluster."""
     return f"rayps-servers-{name}"
 
@@ -138,7 +138,7 @@ class Groups:
             NotFound: there is no such group; the error lists the existing groups.
         """
         self._attention = time.monotonic()
-        entry = self._entry(name)
+        entry = self._find_entry(name)
         wanted, view = entry.wanted, entry.view
         facts = dict(view.facts or {})
         fresh = view.facts is not None and time.monotonic() - view.at < _FRESH_SECONDS
@@ -165,7 +165,7 @@ class Groups:
             "range": facts.get("range", None if wanted.most is None else list(wanted.size)),  # type: ignore[arg-type]
             "pinned": bool(facts.get("pinned", False)),
             "created_at": wanted.created_at,
-            "settled": fresh and not wanted.stopping and _settled(facts),
+            "settled": fresh and not wanted.stopping and _is_settled(facts),
             **{key: facts.get(key, []) for key in ("servers", "spaces", "moves", "events")},
             "counts": facts.get("counts", {}),
         }
@@ -175,7 +175,7 @@ class Groups:
 
         Raises NotFound if there is no such group.
         """
-        view = self._entry(name).view
+        view = self._find_entry(name).view
         if view.facts is None or time.monotonic() - view.at >= _FRESH_SECONDS:
             return None
         return [str(each.get("name")) for each in view.facts.get("spaces", [])]
@@ -214,7 +214,7 @@ class Groups:
         """
         if name not in self.names:
             raise ConfigError(
-                f"there is no server group {name!r}: {self._known()}", field="server_group", code="no_such_group"
+                f"there is no server group {name!r}: {self._list_known()}", field="server_group", code="no_such_group"
             )
 
     def end_reason(self, spec: JobSpec) -> str | None:
@@ -229,7 +229,7 @@ class Groups:
         if name is None:
             return None
         if name not in self.names:
-            return f"waits for server group {name!r}, which does not exist: {self._known()}"
+            return f"waits for server group {name!r}, which does not exist: {self._list_known()}"
         group = self.get(name)
         if any(each.get("state") == "alive" for each in group["servers"]):
             return None
@@ -290,7 +290,7 @@ class Groups:
             Conflict: the group is not ready, or is resizing already.
             ConfigError: too few servers for the replicas; with code too_large, more than the cluster has room for now.
         """
-        entry = self._entry(name)
+        entry = self._find_entry(name)
         _check_size(servers, entry.wanted.replicas)
         _check_most(servers, most)
         if servers > entry.wanted.servers:
@@ -304,7 +304,7 @@ class Groups:
             NotFound: there is no such group or server.
             ConfigError, Conflict: as for `resize`.
         """
-        entry = self._entry(name)
+        entry = self._find_entry(name)
         there = [str(each.get("name")) for each in (entry.view.facts or {}).get("servers", [])]
         if entry.view.facts is not None and server not in there:
             raise NotFound(
@@ -317,15 +317,15 @@ class Groups:
 
         Raises the errors of `drain`.
         """
-        await self._call_manager(self._entry(name), "set_quota", self.space(name, space), quota)
+        await self._call_manager(self._find_entry(name), "set_quota", self.space(name, space), quota)
 
     async def drop_space(self, name: str, space: str) -> None:
         """Delete a space and free its memory. Raises the errors of `drain`."""
-        await self._call_manager(self._entry(name), "drop", self.space(name, space))
+        await self._call_manager(self._find_entry(name), "drop", self.space(name, space))
 
     async def stop(self, name: str) -> None:
         """Request a group to stop. The group's parameters are lost."""
-        entry = self._entry(name)
+        entry = self._find_entry(name)
         if not entry.wanted.stopping:
             entry.wanted = replace(entry.wanted, stopping=True)
             await asyncio.to_thread(entry.wanted.write, self._folder / name)
@@ -418,7 +418,7 @@ class Groups:
     def _refresh(self, entry: _Entry, cluster: Actors) -> None:
         """Find or start the group's manager, and read the manager's facts."""
         wanted, view = entry.wanted, entry.view
-        view.handle = cluster.find(manager_name(wanted.name))
+        view.handle = cluster.find(name_manager(wanted.name))
         if view.handle is not None and wanted.version_conflict is not None:
             view.handle = view.facts = None
             raise ClusterError(wanted.version_conflict)
@@ -443,7 +443,7 @@ class Groups:
                 wanted.replicas,
                 str(self._folder / wanted.name),
                 options={"silence": wanted.silence, "cpus": wanted.cpus},
-                name=manager_name(wanted.name),
+                name=name_manager(wanted.name),
                 detached=True,
                 here=True,
                 cpus=0.0,
@@ -464,7 +464,7 @@ class Groups:
         if cluster is None and entry.wanted.launched:
             entry.view.reason = f"the group ends when Ray answers: {self._scheduler.view.reason}"
             return
-        handle = None if cluster is None else cluster.find(manager_name(name))
+        handle = None if cluster is None else cluster.find(name_manager(name))
         if handle is not None and cluster is not None:
             try:
                 # the manager is not called, but killed; its servers end some time later
@@ -497,7 +497,7 @@ class Groups:
             handle.call(method, *args).result(timeout=_ANSWER_SECONDS)
             entry.view.changes += 1
             entry.view.facts = handle.call("facts").result(timeout=_ANSWER_SECONDS)
-            entry.wanted = replace(entry.wanted, servers=entry.view.facts["wanted"], most=_most(entry.view.facts))
+            entry.wanted = replace(entry.wanted, servers=entry.view.facts["wanted"], most=_read_most(entry.view.facts))
             entry.wanted.write(self._folder / name)
 
         try:
@@ -516,12 +516,12 @@ class Groups:
                 status=409,
             ) from error
 
-    def _entry(self, name: str) -> _Entry:
+    def _find_entry(self, name: str) -> _Entry:
         if name not in self._entries:
-            raise NotFound(f"there is no server group {name[:100]!r}: {self._known()}", status=404)
+            raise NotFound(f"there is no server group {name[:100]!r}: {self._list_known()}", status=404)
         return self._entries[name]
 
-    def _known(self) -> str:
+    def _list_known(self) -> str:
         if not self.names:
             return "there is none yet; start one with `rayps servers start NAME --servers 3 --replicas 1`"
         return f"give one of {', '.join(self.names)}, or start another with `rayps servers start`"
@@ -548,12 +548,12 @@ def _check_most(servers: int, most: int | None) -> None:
         )
 
 
-def _most(facts: GroupFacts) -> int | None:
+def _read_most(facts: GroupFacts) -> int | None:
     found = facts.get("range")
     return None if found is None else int(found[1])
 
 
-def _settled(facts: GroupFacts) -> bool:
+def _is_settled(facts: GroupFacts) -> bool:
     alive = sum(each.get("state") == "alive" for each in facts.get("servers", []))
     all_ready = all(
         segment.get("state") == "ready" for space in facts.get("spaces", []) for segment in space["segments"]

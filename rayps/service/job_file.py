@@ -23,7 +23,7 @@ from rayps_client.workload_name import misnamed
 from rayps.core.job.job_fields import FIELDS
 from rayps.core.job.requirements import read_requirements
 from rayps.core.job.statement import read_statement
-from rayps.core.strategy.elastic import misplaced, workers_of_text
+from rayps.core.strategy.elastic import explain_misplaced, workers_of_text
 
 MOST_BYTES = 1_000_000
 _KINDS = (
@@ -55,10 +55,10 @@ def read(path: Path, changes: Sequence[str] = ()) -> Keywords:
     if not isinstance(data, dict):
         raise ConfigError(f"{path} should hold fields such as `workload: digits.py:Digits`, one on each line")
     for change in changes:
-        _apply_change(data, _in_full(change))
+        _apply_change(data, _write_in_full(change))
     for key in data:
         if key not in FIELDS:
-            raise ConfigError(f"{path}: {_no_field(key)}", field=str(key))
+            raise ConfigError(f"{path}: {_explain_no_field(key)}", field=str(key))
     if data.get("workload") is None and data.get("run") is None:
         raise ConfigError(
             f"{path}: a job needs a workload, e.g. `workload: digits.py:Digits`, or `run: train.py:train_fn`",
@@ -77,14 +77,14 @@ def read(path: Path, changes: Sequence[str] = ()) -> Keywords:
     return data
 
 
-def changed(fields: Keywords, changes: Sequence[str]) -> Keywords:
+def apply_changes(fields: Keywords, changes: Sequence[str]) -> Keywords:
     """Return a job's fields with `key=value` changes applied. Raises ConfigError if a change or a field is wrong."""
     found = copy.deepcopy(fields)
     for change in changes:
-        _apply_change(found, _in_full(change))
+        _apply_change(found, _write_in_full(change))
     for key in found:
         if key not in FIELDS:
-            raise ConfigError(_no_field(key), field=str(key))
+            raise ConfigError(_explain_no_field(key), field=str(key))
     return found
 
 
@@ -94,7 +94,7 @@ def of_function(target: str, changes: Sequence[str] = ()) -> Keywords:
     Raises:
         ConfigError: a change is invalid, or sets a field that a job does not have.
     """
-    return changed({"run": target}, changes)
+    return apply_changes({"run": target}, changes)
 
 
 def _read_text(path: Path) -> str:
@@ -121,7 +121,7 @@ def _read_text(path: Path) -> str:
     return text
 
 
-def assignments(changes: Sequence[str], option: str = "--set", example: str = "lr=0.3") -> JsonObject:
+def parse_assignments(changes: Sequence[str], option: str = "--set", example: str = "lr=0.3") -> JsonObject:
     """Return the values that `NAME=VALUE` texts give to names. A value is YAML: 3, 0.1, true, null, [64, 32], or text.
 
     Errors name the `option` of the command, with an `example` of its value.
@@ -172,20 +172,20 @@ def _apply_change(data: Keywords, change: str) -> None:
     data[last] = load(text, f"--set {key}")
 
 
-def _in_full(change: str) -> str:
+def _write_in_full(change: str) -> str:
     """Return a change of a parameter as `params.NAME=VALUE`. A name that resembles a field of a job stays as it is."""
     name = re.split(r"[.=]", change, maxsplit=1)[0]
     known = not name.isidentifier() or name in FIELDS or difflib.get_close_matches(name, FIELDS, 1)
     return change if known or "=" not in change else f"params.{change}"
 
 
-def _no_field(key: object) -> str:
+def _explain_no_field(key: object) -> str:
     if key == "rounds":
         return "a job has no field 'rounds': a federated job runs one round in each epoch; write epochs"
     fields = sorted(FIELDS)
     found = difflib.get_close_matches(str(key), fields, 1)
     hint = f"did you mean {found[0]!r}, or params.{key}?" if found else f"the fields are {', '.join(fields)}"
-    return misplaced(key) or f"a job has no field {key!r}: {hint}"
+    return explain_misplaced(key) or f"a job has no field {key!r}: {hint}"
 
 
 class _Loader(yaml.SafeLoader):

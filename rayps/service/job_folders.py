@@ -82,7 +82,7 @@ def read_attempt(path: Path) -> AttemptRecord:
     return {} if found is None else found
 
 
-def job_ids(jobs_dir: Path) -> Iterator[str]:
+def list_job_ids(jobs_dir: Path) -> Iterator[str]:
     """List the ids of the jobs that have a folder, oldest first."""
     names = (path.name for path in jobs_dir.iterdir()) if jobs_dir.is_dir() else ()
     return (name for name in sorted(names) if _ID.fullmatch(name))

@@ -128,7 +128,7 @@ class Members:
             await asyncio.sleep(_LOOK_SECONDS)
 
 
-def named_grant(grant: str) -> str:
+def describe_grant(grant: str) -> str:
     """Return in words what gives a client its rights: "certificate (serial number S)" or "token (ID)"."""
     serial = grant.removeprefix(GRANT)
     return f"token ({grant})" if serial == grant else f"certificate (serial number {serial})"

@@ -44,7 +44,7 @@ class NoticeChanges:
     forget: tuple[str, ...] = ()  # keys of stored notices that are over, or that were withdrawn and are gone
 
 
-def notice_changes(
+def find_notice_changes(
     stored: dict[str, tuple[StoredNotice, bool]], known: tuple[Notice, ...], now: float
 ) -> NoticeChanges:
     """Compare the stored notices with those that the cluster knows. Pure.
@@ -59,12 +59,12 @@ def notice_changes(
             withdraw.append(found)
         elif withdrawn or one.over(now):
             forget.append(key)
-        elif found is None or not _same(found, one.at(now)):
+        elif found is None or not _are_same(found, one.at(now)):
             announce.append(one.at(now))
     return NoticeChanges(tuple(announce), tuple(withdraw), tuple(forget))
 
 
-def _same(one: Notice, other: Notice) -> bool:
+def _are_same(one: Notice, other: Notice) -> bool:
     if one.seconds is None or other.seconds is None:
         return one.seconds is other.seconds and one.reason == other.reason
     return abs(one.seconds - other.seconds) <= _TOLERANCE and one.reason == other.reason
@@ -84,7 +84,7 @@ class NoticeStore:
         async with self._store.writing() as tx:
             await tx.execute(_table.delete().where(_table.c.key == notice.key))
             await tx.execute(_table.insert().values(key=notice.key, withdrawn=False, **values))
-        (await self._rows())[notice.key] = one, False
+        (await self._read_rows())[notice.key] = one, False
 
     async def withdraw(self, node: str, host: str) -> Notice:
         """Withdraw a stored notice, and return it.
@@ -93,7 +93,7 @@ class NoticeStore:
             NotFound: there is no stored notice about this host.
         """
         key = Notice(node, host, None, "").key
-        found = (await self._rows()).get(key)
+        found = (await self._read_rows()).get(key)
         if found is None or found[1]:
             raise NotFound(
                 f"there is no notice about {node or host!r} that was sent to the service: GET /api/v1/notices lists "
@@ -102,20 +102,20 @@ class NoticeStore:
             )
         async with self._store.writing() as tx:
             await tx.execute(_table.update().where(_table.c.key == key).values(withdrawn=True))
-        (await self._rows())[key] = found[0], True
+        (await self._read_rows())[key] = found[0], True
         return found[0].at(time.time())
 
     async def current(self) -> tuple[Notice, ...]:
         """Return the stored notices that are not over and were not withdrawn."""
         now = time.time()
         return tuple(
-            one.at(now) for one, withdrawn in (await self._rows()).values() if not withdrawn and not one.over(now)
+            one.at(now) for one, withdrawn in (await self._read_rows()).values() if not withdrawn and not one.over(now)
         )
 
     async def pending(self, known: tuple[Notice, ...]) -> NoticeChanges:
         """Return what is to be done in the cluster, which knows the notices `known`; forget what is over."""
-        rows = await self._rows()
-        found = notice_changes(rows, known, time.time()) if rows else NoticeChanges()
+        rows = await self._read_rows()
+        found = find_notice_changes(rows, known, time.time()) if rows else NoticeChanges()
         if found.forget:
             async with self._store.writing() as tx:
                 await tx.execute(_table.delete().where(_table.c.key.in_(found.forget)))
@@ -123,7 +123,7 @@ class NoticeStore:
                 rows.pop(key, None)
         return found
 
-    async def _rows(self) -> dict[str, tuple[StoredNotice, bool]]:
+    async def _read_rows(self) -> dict[str, tuple[StoredNotice, bool]]:
         if self._held is None:
             async with self._store.reading() as tx:
                 rows = (await tx.execute(_table.select())).all()

@@ -7,7 +7,7 @@ refresh, and after an error, the rows of all jobs that have not ended are read.
 from __future__ import annotations
 
 from rayps.core.job.job_status import Status
-from rayps.service.plan import cores_for, needs
+from rayps.service.plan import find_cores, needs
 from rayps.service.store import JobRecord, Store
 from rayps.service.waiting import JobQueue, QueuedJob, with_cores
 
@@ -54,7 +54,7 @@ class OpenJobs:
                 QueuedJob(
                     record.id,
                     record.name,
-                    with_cores(needs(record.spec), cores_for(record.spec, self.cores)),
+                    with_cores(needs(record.spec), find_cores(record.spec, self.cores)),
                     record.attempt,
                     record.spec.server_group,
                     record.stop_requested_at is not None,

@@ -115,7 +115,7 @@ class EndJob:
 Action = Start | RequestStop | Kill | SetStatus | SetReason | EndJob
 
 
-def cores_for(spec: JobSpec, cores: float | None) -> float | None:
+def find_cores(spec: JobSpec, cores: float | None) -> float | None:
     """Return the `cores` into which a job's workers must fit beside other jobs, or None if it waits for none.
 
     A job that branches from another one runs beside it in any case.
@@ -152,29 +152,31 @@ def plan(
     actions: list[Action] = []
     for job in jobs:
         if job.outside.group_ended is not None and job.outcome is None:
-            actions += _ended_by_force(job, job.outside.group_ended, drivers)
+            actions += _end_by_force(job, job.outside.group_ended, drivers)
         elif job.status is not Status.QUEUED:
-            actions += _running(job, drivers, unseen, why)
+            actions += _plan_running(job, drivers, unseen, why)
     return actions + _queue([job for job in jobs if job.outside.group_ended is None], drivers, free, total, why)
 
 
-def _ended_by_force(job: OpenJob, why: str, drivers: Collection[str] | None) -> list[Action]:
+def _end_by_force(job: OpenJob, why: str, drivers: Collection[str] | None) -> list[Action]:
     kill: list[Action] = [Kill(job.id, why)] if drivers is not None and job.id in drivers else []
     return [*kill, EndJob(job.id, Status.FAILED if job.stopping is None else Status.STOPPED, why)]
 
 
-def _running(job: OpenJob, drivers: Collection[str] | None, unseen: float, why: str) -> list[Action]:
+def _plan_running(job: OpenJob, drivers: Collection[str] | None, unseen: float, why: str) -> list[Action]:
     if job.outcome is not None:
         return [_end_by_outcome(job, job.outcome)]
     if drivers is None:
-        return _unseen(job, unseen, why)
+        return _plan_unseen(job, unseen, why)
     if job.id not in drivers:
         # without its server group, whose manager may be restarting too, a new driver would fail
-        return [_lost(job)] if job.outside.group is None or job.stopping is not None else _wait(job, job.outside.group)
+        return (
+            [_end_lost(job)] if job.outside.group is None or job.stopping is not None else _wait(job, job.outside.group)
+        )
     if job.crash is not None:
         return [Kill(job.id, job.crash)]
     if job.stopping is not None:
-        return _stopping(job, job.stopping)
+        return _plan_stopping(job, job.stopping)
     if job.status in (Status.STARTING, Status.RECOVERING) and job.silent > job.deadline:
         return [
             Kill(
@@ -186,7 +188,7 @@ def _running(job: OpenJob, drivers: Collection[str] | None, unseen: float, why: 
     return _copy_progress(job)
 
 
-def _unseen(job: OpenJob, unseen: float, why: str) -> list[Action]:
+def _plan_unseen(job: OpenJob, unseen: float, why: str) -> list[Action]:
     if job.stopping is not None and min(unseen, job.stopping) > job.deadline:
         return [
             EndJob(
@@ -194,7 +196,7 @@ def _unseen(job: OpenJob, unseen: float, why: str) -> list[Action]:
                 Status.STOPPED,
                 f"stopped: the job's driver could not be reached for {job.deadline:g} s ({why}); "
                 "a driver that is found later is killed",
-                _last_metrics(job),
+                _find_last_metrics(job),
             )
         ]
     if unseen < UNSEEN_SECONDS or job.status is Status.UNKNOWN:
@@ -213,23 +215,23 @@ def _end_by_outcome(job: OpenJob, outcome: OutcomeRecord) -> EndJob:
         job.id,
         status,
         str(outcome.get("message", "")),
-        outcome.get("metrics") if status is not Status.STOPPED else _last_metrics(job),
+        outcome.get("metrics") if status is not Status.STOPPED else _find_last_metrics(job),
         outcome.get("checkpoint"),
         outcome.get("finished_at"),
         has_event=True,
     )
 
 
-def _last_metrics(job: OpenJob) -> dict[str, float] | None:
+def _find_last_metrics(job: OpenJob) -> dict[str, float] | None:
     """Return the last metrics of a job that was stopped, or None if it has none."""
     told = (job.outcome or {}).get("metrics") or {}
     return {**told, **((job.progress or {}).get("metrics") or {})} or None
 
 
-def _lost(job: OpenJob) -> Action:
+def _end_lost(job: OpenJob) -> Action:
     if job.stopping is not None:
         why = f"was killed ({job.crash})" if job.crash else "ended without an outcome"
-        return EndJob(job.id, Status.STOPPED, f"stopped: the job's driver {why}", _last_metrics(job))
+        return EndJob(job.id, Status.STOPPED, f"stopped: the job's driver {why}", _find_last_metrics(job))
     failures = max(job.failures, int((job.progress or {}).get("failures", 0)))
     if job.interrupted:
         return Start(job.id, job.attempt + 1, failures, "the service had stopped its own Ray: the driver is restarted")
@@ -256,7 +258,7 @@ def _lost(job: OpenJob) -> Action:
     )
 
 
-def _stopping(job: OpenJob, seconds: float) -> list[Action]:
+def _plan_stopping(job: OpenJob, seconds: float) -> list[Action]:
     if job.version_conflict is not None:
         return [Kill(job.id, job.version_conflict)]
     if seconds > STOP_SECONDS:
@@ -285,7 +287,7 @@ def _queue(
     jobs: Sequence[OpenJob], drivers: Collection[str] | None, free: Bundle | None, total: Bundle | None, why: str
 ) -> list[Action]:
     actions: list[Action] = []
-    room = _room(jobs, free or {}, total or {})
+    room = _find_room(jobs, free or {}, total or {})
     head: OpenJob | None = None
     for job in jobs:
         if job.status is not Status.QUEUED:
@@ -308,7 +310,7 @@ def _wait(job: OpenJob, reason: str) -> list[Action]:
     return [SetReason(job.id, reason)] if reason != job.reason else []
 
 
-def _room(jobs: Sequence[OpenJob], free: Bundle, total: Bundle) -> Bundle:
+def _find_room(jobs: Sequence[OpenJob], free: Bundle, total: Bundle) -> Bundle:
     # subtract what jobs will reserve from the free resources; the result is at most the total less the needs
     # of all started jobs, because a recovering job reserves its resources again
     room = {}
@@ -323,14 +325,14 @@ def _room(jobs: Sequence[OpenJob], free: Bundle, total: Bundle) -> Bundle:
 def _wait_reason(job: OpenJob, room: Bundle, total: Bundle, head: OpenJob | None) -> str | None:
     for kind, amount in job.needs.items():
         if amount > total.get(kind, 0.0):
-            return f"needs {_many(amount, kind)}, the whole cluster has {total.get(kind, 0.0):g}"
+            return f"needs {_format_amount(amount, kind)}, the whole cluster has {total.get(kind, 0.0):g}"
     if job.outside.group is not None:
         return job.outside.group
     if head is not None:
         return f"waits behind {head.name} ({head.id}), which was submitted before"
     for kind, amount in job.needs.items():
         if amount > room.get(kind, 0.0):
-            return f"needs {_many(amount, kind)}, {room.get(kind, 0.0):g} free"
+            return f"needs {_format_amount(amount, kind)}, {room.get(kind, 0.0):g} free"
     return None
 
 
@@ -338,5 +340,5 @@ def _fits(job: OpenJob, total: Bundle) -> bool:
     return all(amount <= total.get(kind, 0.0) for kind, amount in job.needs.items())
 
 
-def _many(amount: float, kind: str) -> str:
+def _format_amount(amount: float, kind: str) -> str:
     return f"{amount:g} {kind.upper()}{'' if amount == 1 else 's'}"

@@ -18,7 +18,7 @@ _SET_CHILD_SUBREAPER = 36
 
 def start_time(pid: int) -> int | None:
     """Return when a process started, in clock ticks since boot, or None if it has ended or is a zombie."""
-    fields = _stat(pid)
+    fields = _read_stat(pid)
     return None if fields is None or fields[0] in "ZX" else int(fields[19])
 
 
@@ -27,7 +27,7 @@ def is_alive(pid: int, since: int | None) -> bool:
     return since is not None and start_time(pid) == since
 
 
-def command(pid: int) -> list[str]:
+def read_command(pid: int) -> list[str]:
     """Return the command line or title of a process as a list of arguments; an empty list if it has ended."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").rstrip("\0").split("\0")
@@ -35,11 +35,11 @@ def command(pid: int) -> list[str]:
         return []
 
 
-def descendants(root: int) -> list[int]:
+def list_descendants(root: int) -> list[int]:
     """Return the ids of all living descendants of a process."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and (fields := _stat(int(entry.name))) is not None and fields[0] not in "ZX":
+        if entry.name.isdigit() and (fields := _read_stat(int(entry.name))) is not None and fields[0] not in "ZX":
             children.setdefault(int(fields[1]), []).append(int(entry.name))
     found: list[int] = []
     todo = [root]
@@ -50,7 +50,7 @@ def descendants(root: int) -> list[int]:
     return found
 
 
-def left_by_ray(folder: str, session: int | None) -> list[int]:
+def find_left_by_ray(folder: str, session: int | None) -> list[int]:
     """Return the ids of the processes that a killed Ray left.
 
     Such a process has Ray's folder in its command line. Or it belongs to Ray's process session and has a file of the
@@ -63,7 +63,7 @@ def left_by_ray(folder: str, session: int | None) -> list[int]:
             continue
         try:
             named = folder.encode() in (entry / "cmdline").read_bytes()
-            if named or (_session(int(entry.name)) == session and _has_file_open(entry, folder)):
+            if named or (_read_session(int(entry.name)) == session and _has_file_open(entry, folder)):
                 found.append(int(entry.name))
         except OSError:
             continue  # the process has ended, or belongs to another user
@@ -74,15 +74,15 @@ def _has_file_open(entry: Path, folder: str) -> bool:
     return any(str(link.readlink()).startswith(folder) for link in (entry / "fd").iterdir())
 
 
-def _session(pid: int) -> int | None:
-    fields = _stat(pid)
+def _read_session(pid: int) -> int | None:
+    fields = _read_stat(pid)
     return None if fields is None else int(fields[3])
 
 
 def kill_descendants(root: int) -> None:
     """Kill all descendants of process `root`, which must be this process, after `adopt_orphans`."""
     deadline = time.monotonic() + 15.0
-    while time.monotonic() < deadline and ((pids := descendants(root)) or _has_children()):
+    while time.monotonic() < deadline and ((pids := list_descendants(root)) or _has_children()):
         kill_all(pids)
         reap()
         time.sleep(0.02)
@@ -135,7 +135,7 @@ def _prctl(option: int, value: int) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
 
-def _stat(pid: int) -> list[str] | None:
+def _read_stat(pid: int) -> list[str] | None:
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:

@@ -49,7 +49,7 @@ class RemoteGroup:
             ConfigError: too few servers for the replicas.
             Conflict: the group is resizing already, or is not ready.
         """
-        self.data = self._call("PATCH", self._path, json=size_fields(servers))
+        self.data = self._call("PATCH", self._path, json=make_size_fields(servers))
         return self
 
     def drain(self, server: str) -> Self:
@@ -114,14 +114,14 @@ class RemoteGroup:
             if self.data["settled"] and not ending:
                 return self
             if time.monotonic() >= deadline:
-                what = "has not ended" if ending else f"is {summary(self.data)}"
+                what = "has not ended" if ending else f"is {summarize(self.data)}"
                 raise TimeoutError(
                     f"server group {self.name!r} {what} after {timeout:g} s: give a larger timeout=, or read the events"
                 )
             time.sleep(pause)
 
 
-def size_fields(servers: int | tuple[int, int]) -> dict[str, Any]:
+def make_size_fields(servers: int | tuple[int, int]) -> dict[str, Any]:
     """Return the fields of a request for a number of servers, or for the range of a pair."""
     if isinstance(servers, (tuple, list)):
         if len(servers) != 2:
@@ -132,7 +132,7 @@ def size_fields(servers: int | tuple[int, int]) -> dict[str, Any]:
     return {"servers": servers}
 
 
-def summary(data: GroupAnswer) -> str:
+def summarize(data: GroupAnswer) -> str:
     """Describe a group's status in one line."""
     alive = sum(each.get("state") == "alive" for each in data["servers"])
     moves = len(data["moves"])

@@ -26,9 +26,9 @@ from rayps.core.job.job_status import Status, may_move
 from rayps.core.job.records import AttemptRecord, ProgressRecord, read_json
 from rayps.core.strategy.strategy import Phase
 from rayps.federated.remote.mailbox import FOLDER, Mailbox
-from rayps.service.drivers import BEGUN, LAUNCHED, Drivers, DriverView, RayHome, end_process, version_conflict
-from rayps.service.elastic_jobs import elastic_job, job_needs, worker_counts
-from rayps.service.elastic_plan import ElasticJob, WaitingJob, allot, reserved
+from rayps.service.drivers import BEGUN, LAUNCHED, Drivers, DriverView, RayHome, end_process, explain_version_conflict
+from rayps.service.elastic_jobs import count_workers, describe_elastic_job, find_job_needs
+from rayps.service.elastic_plan import ElasticJob, WaitingJob, add_up_reserved, allot
 from rayps.service.job_folders import read_attempt
 from rayps.service.liveness import QuietTimes
 from rayps.service.notice_store import NoticeStore
@@ -49,7 +49,7 @@ from rayps.service.plan import (
 )
 from rayps.service.state_disk import is_full
 from rayps.service.store import JobRecord, RowFacts, Store
-from rayps.service.waiting import CORE, GroupReasons, room_for_new_jobs
+from rayps.service.waiting import CORE, GroupReasons, find_room_for_new_jobs
 from rayps.strategies.job import JobSpec
 
 log = logging.getLogger(__name__)
@@ -201,7 +201,7 @@ class Scheduler:
         seen = await self._view_drivers([r.id for r in records])
         if seen is not None:
             await self._pass_on_notices(seen.notices)
-        facts, elastic = await asyncio.to_thread(self._all_facts, records, seen)
+        facts, elastic = await asyncio.to_thread(self._collect_all_facts, records, seen)
         self._quiet_times.retain_only({key for r in records for key in (r.id, (r.id, "stop"))})
         now = time.monotonic()
         if seen is not None:
@@ -218,10 +218,12 @@ class Scheduler:
             why=self.view.reason or "Ray is starting",
         )
         running = [fact for fact in facts if fact.outside.group_ended is None]
-        room = None if free is None or total is None else room_for_new_jobs(running, free, total)
+        room = None if free is None or total is None else find_room_for_new_jobs(running, free, total)
         await self._open_jobs.refresh()  # a stop may have been requested during the view
         done += await self._end_stopped()
-        actions += self._open_jobs.queue.decide(room, total, self._groups(), self.view.reason or "Ray is starting")
+        actions += self._open_jobs.queue.decide(
+            room, total, self._make_group_reasons(), self.view.reason or "Ray is starting"
+        )
         known = {record.id: record for record in records}
         if room is not None:
             await self._allot([job for job, _ in elastic.values()], facts, known)
@@ -241,7 +243,7 @@ class Scheduler:
         ending: Bundle = {}
         for fact in facts:
             if fact.stopping is not None:
-                ending = reserved(ending, fact.needs, 1)
+                ending = add_up_reserved(ending, fact.needs, 1)
         found = allot(jobs, queue.left, head, ending)
         queue.expect(found.givers)
         for change in found.changes:
@@ -257,17 +259,17 @@ class Scheduler:
 
     async def _allow(self, record: JobRecord, told: int | None) -> None:
         """Tell a driver how many workers its job may have, unless its progress shows that it knows."""
-        counts = worker_counts(record, None)
+        counts = count_workers(record, None)
         if counts is not None and counts.allowed != (counts.least if told is None else told):
             reason = self._allow_reasons.get(record.id, f"the job may have {counts.allowed} workers")
-            await self._in_thread(lambda: self._drivers.allow(record, counts.allowed, reason))
+            await self._run_in_thread(lambda: self._drivers.allow(record, counts.allowed, reason))
 
     async def _pass_on_notices(self, known: tuple[Notice, ...]) -> None:
         found = await self.notices.pending(known)
         if not (found.announce or found.withdraw):
             return
         try:
-            await self._in_thread(lambda: self._drivers.pass_on(found))
+            await self._run_in_thread(lambda: self._drivers.pass_on(found))
         except ClusterError as error:
             log.warning("notices were not passed on to the cluster; the next tick tries again: %s", error)
 
@@ -307,7 +309,7 @@ class Scheduler:
         waits = job.status is Status.QUEUED and job.id in self._open_jobs.queue
         return (self._open_jobs.queue.reason(job.id) or job.reason) if waits else job.reason
 
-    def _groups(self) -> GroupReasons:
+    def _make_group_reasons(self) -> GroupReasons:
         return GroupReasons(
             lambda name: self.group_wait_reason(JobSpec("", server_group=name)),
             lambda name: self.group_end_reason(JobSpec("", server_group=name)),
@@ -349,27 +351,27 @@ class Scheduler:
                 await self._end_stopped()
             woken.cancel()
 
-    def _all_facts(
+    def _collect_all_facts(
         self, records: list[JobRecord], seen: DriverView | None
     ) -> tuple[list[OpenJob], dict[str, tuple[ElasticJob, int | None]]]:
         """Return the facts of all jobs; and of elastic ones the facts and the number that their driver was told."""
         found, elastic, now = [], dict[str, tuple[ElasticJob, int | None]](), time.time()
         for record in records:
-            fact = self._facts(record, seen)
+            fact = self._collect_facts(record, seen)
             reachable = seen is not None and record.id in seen.drivers and fact.version_conflict is None
             cores = self._open_jobs.cores
-            job = elastic_job(record, fact.progress, now, reachable=reachable, cores=cores)
+            job = describe_elastic_job(record, fact.progress, now, reachable=reachable, cores=cores)
             if job is not None:
                 elastic[record.id] = job, (fact.progress or {}).get("allowed")
-            held, coming = job_needs(record, job, cores)
+            held, coming = find_job_needs(record, job, cores)
             found.append(replace(fact, needs=held, coming=coming))
         return found, elastic
 
-    def _facts(self, record: JobRecord, seen: DriverView | None) -> OpenJob:
+    def _collect_facts(self, record: JobRecord, seen: DriverView | None) -> OpenJob:
         lost = seen is not None and record.id not in seen.drivers
         folder = self._jobs_dir / record.id
         begun, started = read_attempt(folder / BEGUN), read_attempt(folder / LAUNCHED)
-        progress = self._progress(record, begun)
+        progress = self._read_progress(record, begun)
         return OpenJob(
             record.id,
             record.name,
@@ -387,8 +389,8 @@ class Scheduler:
             crash=self._drivers.crash_reason(record, begun),
             moved=begun.get("moved") if begun.get("attempt") == record.attempt else None,
             launched=record.attempt in (begun.get("attempt"), started.get("attempt")),
-            version_conflict=version_conflict(record.attempt, begun, started),
-            silent=self._silent(record),
+            version_conflict=explain_version_conflict(record.attempt, begun, started),
+            silent=self._measure_silence(record),
             deadline=max(self._stall, _TIMEOUT_FACTOR * record.spec.timeout),
             outside=Dependencies(
                 self.group_wait_reason(record.spec) if lost else None,
@@ -397,7 +399,7 @@ class Scheduler:
             ),
         )
 
-    def _progress(self, record: JobRecord, begun: AttemptRecord) -> ProgressRecord | None:
+    def _read_progress(self, record: JobRecord, begun: AttemptRecord) -> ProgressRecord | None:
         folder = self._jobs_dir / record.id
         progress: ProgressRecord | None = read_json(folder / "progress.json")
         if progress is not None:
@@ -405,7 +407,7 @@ class Scheduler:
             progress = None if old else progress  # an earlier attempt wrote the old progress
         return progress
 
-    def _silent(self, record: JobRecord) -> float:
+    def _measure_silence(self, record: JobRecord) -> float:
         """Return the seconds since the folder of a starting or recovering job last changed; 0 for other jobs."""
         if record.status not in (Status.STARTING, Status.RECOVERING):
             return 0.0
@@ -417,10 +419,10 @@ class Scheduler:
             case Start():
                 await self._start(action, job)
             case RequestStop():
-                await self._in_thread(lambda: self._drivers.request_stop(job.id))
+                await self._run_in_thread(lambda: self._drivers.request_stop(job.id))
             case Kill():
                 log.warning("job %s attempt %d: driver is killed: %s", job.id, job.attempt, action.reason)
-                await self._in_thread(lambda: self._drivers.kill(job, action.reason))
+                await self._run_in_thread(lambda: self._drivers.kill(job, action.reason))
             case SetStatus():
                 await self._store.change_status(
                     job.id,
@@ -466,7 +468,7 @@ class Scheduler:
         log.info("job %s attempt %d: driver is starting", job.id, action.attempt)
         passing("launch: stored, not started")
         try:
-            await self._in_thread(lambda: self._drivers.start(job, action))
+            await self._run_in_thread(lambda: self._drivers.start(job, action))
         except ClusterError as error:
             log.warning("job %s attempt %d: driver did not start: %s", job.id, action.attempt, error)
 
@@ -487,7 +489,7 @@ class Scheduler:
         passing("end: stored, driver not ended")
         self._drivers.record_end(job.id)
 
-    async def _in_thread(self, work: Callable[[], None]) -> None:
+    async def _run_in_thread(self, work: Callable[[], None]) -> None:
         await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
 

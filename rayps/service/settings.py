@@ -132,38 +132,38 @@ class Settings:
             self.state_dir.chmod(0o700)
             self.jobs_dir.chmod(0o700)
         except OSError as error:
-            raise self._unusable(f"cannot be used: {error.strerror or error}") from error
+            raise self._explain_unusable(f"cannot be used: {error.strerror or error}") from error
         return self
 
     def _refuse_foreign(self) -> None:
         for folder in (self.state_dir, self.jobs_dir):
             if folder.exists() and (owner := folder.stat().st_uid) != os.geteuid():
-                raise self._unusable(
-                    f"cannot be used: {folder} belongs to user {_user(owner)}, and this process runs "
-                    f"as {_user(os.geteuid())}"
+                raise self._explain_unusable(
+                    f"cannot be used: {folder} belongs to user {_name_user(owner)}, and this process runs "
+                    f"as {_name_user(os.geteuid())}"
                 )
         if not self.state_dir.exists() or any((self.state_dir / name).exists() for name in _MARKER_FILES):
             return
         foreign = sorted(path.name for path in self.state_dir.iterdir() if not _RAYPS_NAMES.fullmatch(path.name))
         if foreign:
             more = f" and {len(foreign) - 3} more" if len(foreign) > 3 else ""
-            raise self._unusable(f"was not made by a rayps service: it contains {', '.join(foreign[:3])}{more}")
+            raise self._explain_unusable(f"was not made by a rayps service: it contains {', '.join(foreign[:3])}{more}")
 
-    def _unusable(self, why: str) -> ConfigError:
+    def _explain_unusable(self, why: str) -> ConfigError:
         return ConfigError(
             f"the state directory {self.state_dir} {why}\nGive another directory with --state-dir or RAYPS_STATE_DIR.",
             field="state_dir",
         )
 
 
-def _user(uid: int) -> str:
+def _name_user(uid: int) -> str:
     try:
         return f"{pwd.getpwuid(uid).pw_name} ({uid})"
     except KeyError:
         return str(uid)
 
 
-def _whole(name: str, text: str, low: int, high: int) -> int:
+def _parse_whole(name: str, text: str, low: int, high: int) -> int:
     try:
         value = int(text)
     except ValueError:
@@ -173,19 +173,19 @@ def _whole(name: str, text: str, low: int, high: int) -> int:
     return value
 
 
-def _port(name: str, text: str) -> int:
-    return _whole(name, text, 0, 65535)
+def _parse_port(name: str, text: str) -> int:
+    return _parse_whole(name, text, 0, 65535)
 
 
 def _count(name: str, text: str) -> int:
-    return _whole(name, text, 1, 1_000_000)
+    return _parse_whole(name, text, 1, 1_000_000)
 
 
-def _some(name: str, text: str) -> int:
-    return _whole(name, text, 0, 1000)
+def _parse_count(name: str, text: str) -> int:
+    return _parse_whole(name, text, 0, 1000)
 
 
-def _megabytes(name: str, text: str) -> float:
+def _parse_megabytes(name: str, text: str) -> float:
     try:
         value = float(text)
     except ValueError:
@@ -195,7 +195,7 @@ def _megabytes(name: str, text: str) -> float:
     return value
 
 
-def _seconds(name: str, text: str) -> float:
+def _parse_seconds(name: str, text: str) -> float:
     try:
         value = float(text)
     except ValueError:
@@ -205,7 +205,7 @@ def _seconds(name: str, text: str) -> float:
     return value
 
 
-def _folder(name: str, text: str) -> Path:
+def _parse_folder(name: str, text: str) -> Path:
     path = Path(text).expanduser()
     path = path if path.is_absolute() else Path.cwd() / path
     if path.exists() and not path.is_dir():
@@ -213,60 +213,60 @@ def _folder(name: str, text: str) -> Path:
     return path
 
 
-def _file(name: str, text: str) -> Path:
+def _parse_file(name: str, text: str) -> Path:
     path = Path(text).expanduser()
     if not path.is_file():
         raise ConfigError(f"{name} is {text!r}, which is no file: give a file", field=name)
     return path.resolve()
 
 
-def _word(name: str, text: str) -> str:
+def _parse_word(name: str, text: str) -> str:
     if any(c.isspace() or not c.isprintable() for c in text):
         raise ConfigError(f"{name} is {text!r}: give a value without whitespace or control characters", field=name)
     return text
 
 
-def _token(name: str, text: str) -> str:
-    return text if text.startswith("@") else _word(name, text)  # @FILE; the path of a file may have spaces
+def _parse_token(name: str, text: str) -> str:
+    return text if text.startswith("@") else _parse_word(name, text)  # @FILE; the path of a file may have spaces
 
 
-def _cluster(name: str, text: str) -> str:
-    host, _, port = _word(name, text).rpartition(":")
+def _parse_cluster(name: str, text: str) -> str:
+    host, _, port = _parse_word(name, text).rpartition(":")
     if text == "auto" or not host or not port.isdigit():
         raise ConfigError(f"{name} is {text!r}: give host:port of a Ray cluster's head, e.g. 10.0.0.5:6379", field=name)
     return text
 
 
-def _url(name: str, text: str) -> str:
+def _parse_url(name: str, text: str) -> str:
     if not text.startswith(("http://", "https://")):
         raise ConfigError(f"{name} is {text!r}: give an address such as http://127.0.0.1:8420", field=name)
-    return _word(name, text).rstrip("/")
+    return _parse_word(name, text).rstrip("/")
 
 
-def _flag(name: str, text: str) -> bool:
+def _parse_flag(name: str, text: str) -> bool:
     if text.lower() not in ("0", "1", "true", "false"):
         raise ConfigError(f"{name} is {text!r}: give 1 or 0", field=name)
     return text.lower() in ("1", "true")
 
 
-def _names(name: str, text: str) -> tuple[str, ...]:
-    return tuple(_word(name, part.strip()) for part in text.split(",") if part.strip())
+def _parse_names(name: str, text: str) -> tuple[str, ...]:
+    return tuple(_parse_word(name, part.strip()) for part in text.split(",") if part.strip())
 
 
 _READERS: dict[str, Callable[[str, str], Value]] = {
-    "state_dir": _folder,
-    "host": _word,
-    "port": _port,
-    "address": _cluster,
+    "state_dir": _parse_folder,
+    "host": _parse_word,
+    "port": _parse_port,
+    "address": _parse_cluster,
     "cpus": _count,
-    "idle": _seconds,
-    "warm": _some,
-    "shared_state": _flag,
-    "stall": _seconds,
-    "code_mb": _megabytes,
-    "members_ca": _file,
-    "members_revoked": _file,
-    "allowed_hosts": _names,
-    "url": _url,
-    "token": _token,
+    "idle": _parse_seconds,
+    "warm": _parse_count,
+    "shared_state": _parse_flag,
+    "stall": _parse_seconds,
+    "code_mb": _parse_megabytes,
+    "members_ca": _parse_file,
+    "members_revoked": _parse_file,
+    "allowed_hosts": _parse_names,
+    "url": _parse_url,
+    "token": _parse_token,
 }

@@ -192,7 +192,7 @@ class Store:
         """
         url = sa.URL.create("sqlite+aiosqlite", database=str(path))
         disk = StateDisk(path.parent)
-        store = cls(_engine(url, "BEGIN IMMEDIATE", size=1), _engine(url, "BEGIN", size=4), disk)
+        store = cls(_make_engine(url, "BEGIN IMMEDIATE", size=1), _make_engine(url, "BEGIN", size=4), disk)
         try:
             async with store._writer.connect() as connection:
                 await connection.run_sync(_migrate)
@@ -271,7 +271,7 @@ class Store:
         """
         now = time.time() if now is None else now
         texts = [json.dumps(spec.to_dict(), sort_keys=True) for spec, _ in jobs]
-        digest = _sha256(texts[0] if sweep is None else json.dumps([sweep, *texts]))
+        digest = _hash(texts[0] if sweep is None else json.dumps([sweep, *texts]))
         ids: list[str] = []
         async with self.writing() as tx:
             if key is not None:
@@ -279,7 +279,7 @@ class Store:
                 if row is not None:
                     _check_same(row, digest, key)
                     mine = _jobs.c.id == row.id if sweep is None else _jobs.c.sweep == sweep
-                    return [_record(each) for each in await tx.execute(_jobs.select().where(mine))], False
+                    return [_read_record(each) for each in await tx.execute(_jobs.select().where(mine))], False
             if sweep is not None and (await tx.execute(_jobs.select().where(_jobs.c.sweep == sweep))).first():
                 raise Conflict(
                     f"there is a sweep {sweep!r} already: give another name, or delete its jobs",
@@ -288,7 +288,7 @@ class Store:
                 )
             last = (await tx.execute(sa.select(sa.func.max(_jobs.c.id)))).scalar()
             for (_, name), text in zip(jobs, texts, strict=True):
-                last = _new_id(now, last)
+                last = _make_id(now, last)
                 await tx.execute(
                     _jobs.insert().values(
                         id=last,
@@ -331,7 +331,7 @@ class Store:
         found = []
         if FEWEST_LETTERS <= len(start) <= ID_LETTERS:
             async with self.reading() as tx:
-                found = [_record(row) for row in await tx.execute(query)]
+                found = [_read_record(row) for row in await tx.execute(query)]
         if not found:
             few = 0 < len(start) < FEWEST_LETTERS
             short = f"; give at least {FEWEST_LETTERS} letters of a job's id" if few else ""
@@ -362,13 +362,13 @@ class Store:
         if before is not None:
             query = query.where(_jobs.c.id < before)
         async with self.reading() as tx:
-            return [_record(row) for row in await tx.execute(query)]
+            return [_read_record(row) for row in await tx.execute(query)]
 
     async def unfinished(self) -> list[JobRecord]:
         """List the jobs that have not ended, oldest first."""
         query = _jobs.select().where(_jobs.c.status.in_(_UNFINISHED)).order_by(_jobs.c.id)
         async with self.reading() as tx:
-            return [_record(row) for row in await tx.execute(query)]
+            return [_read_record(row) for row in await tx.execute(query)]
 
     async def ids(self, statuses: Collection[Status]) -> list[str]:
         """List the ids of the jobs with these statuses, oldest first."""
@@ -497,7 +497,7 @@ class Store:
             found = [job for job in await _get_many(tx, ids) if not job.status.terminal]
             asked = [job for job in found if job.stop_requested_at is None]
             await _add_events(tx, [(job.id, job.attempt) for job in asked], "stop_requested", "stop requested", now)
-            for some in _parts([job.id for job in asked]):
+            for some in _cut_ids([job.id for job in asked]):
                 await tx.execute(_jobs.update().where(_jobs.c.id.in_(some)).values(stop_requested_at=now))
             return await _get_many(tx, [job.id for job in found])
 
@@ -512,7 +512,7 @@ class Store:
             kind = Status.STOPPED.value.lower()
             await _add_events(tx, [(job.id, job.attempt) for job in found], kind, message, now)
             ended: Keywords = {"status": Status.STOPPED.value, "reason": message, "finished_at": now}
-            for some in _parts([job.id for job in found]):
+            for some in _cut_ids([job.id for job in found]):
                 await tx.execute(_jobs.update().where(_jobs.c.id.in_(some)).values(ended))
             return [job.id for job in found]
 
@@ -608,7 +608,7 @@ class Store:
             _jobs.c.status.in_(_UNFINISHED), _jobs.c.spec.contains(f'"resume": {text}', autoescape=True)
         )
         async with self.reading() as tx:
-            return [_record(row) for row in await tx.execute(query)]
+            return [_read_record(row) for row in await tx.execute(query)]
 
     async def code_in_use(self, code: str | None = None) -> set[str]:
         """Return the archives that jobs need, by their SHA-256; with `code`, at most this one."""
@@ -627,7 +627,7 @@ class Store:
         """Return the rows of jobs as JSON data, as `restore_rows` expects them. Deleted jobs are left out."""
         found: list[JobRow] = []
         async with self.reading() as tx:
-            for some in _parts(ids):
+            for some in _cut_ids(ids):
                 for row in (await tx.execute(_jobs.select().where(_jobs.c.id.in_(some)))).mappings():
                     columns: Any = {**row, "spec": json.loads(row["spec"])}
                     found.append(columns)
@@ -696,7 +696,7 @@ class Store:
         """Return the facts of a token's or session's secret; None if it is unknown, was revoked or has expired."""
         now = time.time() if now is None else now
         query = sa.select(_tokens.c.hash, _tokens.c.expires_at).where(
-            _tokens.c.hash == _sha256(secret),
+            _tokens.c.hash == _hash(secret),
             _tokens.c.revoked_at.is_(None),
             sa.or_(_tokens.c.expires_at.is_(None), _tokens.c.expires_at > now),
         )
@@ -707,7 +707,7 @@ class Store:
     async def revoke(self, secret: str) -> None:
         """Revoke a token or a session at once."""
         async with self.writing() as tx:
-            await tx.execute(_tokens.update().where(_tokens.c.hash == _sha256(secret)).values(revoked_at=time.time()))
+            await tx.execute(_tokens.update().where(_tokens.c.hash == _hash(secret)).values(revoked_at=time.time()))
 
     async def login_code(self, now: float | None = None, most: float | None = None) -> str:
         """Create a code that a browser can exchange for a session once, within five minutes.
@@ -719,14 +719,14 @@ class Store:
         code = secrets.token_urlsafe(24) + ("" if most is None else f".{int(most)}")
         async with self.writing() as tx:
             await tx.execute(_codes.delete().where(_codes.c.expires_at < now))
-            await tx.execute(_codes.insert().values(hash=_sha256(code), expires_at=now + _CODE_SECONDS))
+            await tx.execute(_codes.insert().values(hash=_hash(code), expires_at=now + _CODE_SECONDS))
         return code
 
     async def login(self, code: str, now: float | None = None) -> str | None:
         """Exchange a code for a new browser session's secret. Return None if the code is unknown, used or expired."""
         now = time.time() if now is None else now
         async with self.writing() as tx:
-            used = await tx.execute(_codes.delete().where(_codes.c.hash == _sha256(code), _codes.c.expires_at > now))
+            used = await tx.execute(_codes.delete().where(_codes.c.hash == _hash(code), _codes.c.expires_at > now))
             if used.rowcount != 1:
                 return None
         most = float(code.rpartition(".")[2]) if "." in code else math.inf
@@ -736,7 +736,7 @@ class Store:
         secret = f"rps_{secrets.token_urlsafe(32)}"
         async with self.writing() as tx:
             await tx.execute(
-                _tokens.insert().values(hash=_sha256(secret), kind=kind, created_at=time.time(), expires_at=expires_at)
+                _tokens.insert().values(hash=_hash(secret), kind=kind, created_at=time.time(), expires_at=expires_at)
             )
         return secret
 
@@ -751,7 +751,7 @@ def is_locked(error: BaseException | None) -> bool:
     return False
 
 
-def _engine(url: sa.URL, begin: str, size: int) -> AsyncEngine:
+def _make_engine(url: sa.URL, begin: str, size: int) -> AsyncEngine:
     engine = create_async_engine(url, pool_size=size, max_overflow=0, pool_timeout=30)
 
     @sa.event.listens_for(engine.sync_engine, "connect")
@@ -811,18 +811,18 @@ async def _get(tx: AsyncConnection, job_id: str) -> JobRecord:
     row = (await tx.execute(_jobs.select().where(_jobs.c.id == job_id))).first()
     if row is None:
         raise NotFound(f"there is no job {job_id!r}: `rayps ls` lists them", job=job_id, status=404)
-    return _record(row)
+    return _read_record(row)
 
 
 async def _get_many(tx: AsyncConnection, ids: Collection[str]) -> list[JobRecord]:
     found: list[JobRecord] = []
-    for some in _parts(ids):
+    for some in _cut_ids(ids):
         query = _jobs.select().where(_jobs.c.id.in_(some)).order_by(_jobs.c.id)
-        found += [_record(row) for row in await tx.execute(query)]
+        found += [_read_record(row) for row in await tx.execute(query)]
     return found
 
 
-def _parts(ids: Collection[str]) -> list[list[str]]:
+def _cut_ids(ids: Collection[str]) -> list[list[str]]:
     """Return sorted ids in lists that one SQL statement can hold."""
     chosen = sorted(ids)
     return [chosen[first : first + _MOST_IDS] for first in range(0, len(chosen), _MOST_IDS)]
@@ -841,7 +841,7 @@ async def _add_event(tx: AsyncConnection, job_id: str, kind: str, message: str, 
     await tx.execute(_events.insert().values(job_id=job_id, time=now, kind=kind, message=message, attempt=attempt))
 
 
-def _record(row: sa.Row[Any]) -> JobRecord:
+def _read_record(row: sa.Row[Any]) -> JobRecord:
     facts = {name: getattr(row, name) for name in JobRecord.__dataclass_fields__}
     facts["status"] = Status(row.status)
     facts["spec"] = JobSpec.of_stored(json.loads(row.spec))
@@ -859,7 +859,7 @@ def _check_same(row: sa.Row[Any], digest: str, key: str) -> None:
         )
 
 
-def _new_id(now: float, last: str | None) -> str:
+def _make_id(now: float, last: str | None) -> str:
     """Return a new id that sorts after `last`: 48 bits of milliseconds, 80 random bits."""
     number = (int(now * 1000) << 80) | secrets.randbits(80)
     if last is not None:
@@ -867,5 +867,5 @@ def _new_id(now: float, last: str | None) -> str:
     return "".join(_ALPHABET[(number >> shift) & 31] for shift in range(125, -1, -5))
 
 
-def _sha256(text: str) -> str:
+def _hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()

@@ -22,7 +22,7 @@ from rayps_client.values import Json, JsonObject
 
 from rayps.core.strategy.strategy import Phase
 from rayps.core.strategy.topology import servers_of
-from rayps.service.local_ray.ray_process import python_path
+from rayps.service.local_ray.ray_process import make_python_path
 from rayps.strategies.catalogue import StrategyDescription, StrategySpec, own_names, wire
 
 CHECK_SECONDS = 60.0  # seconds for the child to start, import the user's file (usually with torch) and answer
@@ -107,7 +107,7 @@ class CheckedStrategy:
     parsed: tuple[Phase, ...] | None = None  # the phases themselves; None of a user's own strategy, read in a child
 
 
-def checked(phases: list[Phase]) -> CheckedStrategy:
+def check_phases(phases: list[Phase]) -> CheckedStrategy:
     """Return the wire form and the facts of a strategy, given its phases."""
     facts = [
         PhaseFacts(each.name, servers_of(each.strategy) is not None, each.strategy.tables is not None)
@@ -138,7 +138,7 @@ def check(strategy: StrategySpec, working_dir: str, workers: int, *, seconds: fl
     return CheckedStrategy(answer["strategy"], [PhaseFacts(**facts) for facts in answer["phases"]])
 
 
-def strategies_in(
+def find_strategies(
     working_dir: str, *, seconds: float = CHECK_SECONDS
 ) -> tuple[list[StrategyDescription], list[BrokenFile]]:
     """Return two lists: the strategies that a folder's files define, and those that cannot be read with the reasons.
@@ -245,7 +245,7 @@ def _run_child(request: CheckRequest) -> CheckAnswer:
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         cwd=request["working_dir"],
-        env={**os.environ, "PYTHONPATH": python_path(), "RAY_ENABLE_AUTO_CONNECT": "0"},
+        env={**os.environ, "PYTHONPATH": make_python_path(), "RAY_ENABLE_AUTO_CONNECT": "0"},
         start_new_session=True,
     )
     try:

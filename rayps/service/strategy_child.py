@@ -28,7 +28,7 @@ from rayps_client.values import JsonObject
 from rayps.runtime.own_loop import named
 from rayps.service import strategy_check
 from rayps.service.strategy_check import BrokenFile, CheckAnswer, CheckRequest, PhaseDict
-from rayps.service.sweeps.sweep import ambiguous
+from rayps.service.sweeps.sweep import explain_ambiguous
 from rayps.strategies.base import Strategy
 from rayps.strategies.catalogue import FINDER, StrategyDescription, StrategySpec, described, parse
 
@@ -51,13 +51,13 @@ def main() -> None:
 
 def _answer(request: CheckRequest) -> CheckAnswer:
     if "target" in request:
-        return checked_params(request)
+        return check_params(request)
     if "budgets" in request:
-        return checked_budgets(request["budgets"])
-    return listed(request) if request.get("list") else checked(request)
+        return check_budgets(request["budgets"])
+    return list_strategies(request) if request.get("list") else check_strategy(request)
 
 
-def checked_params(request: CheckRequest) -> CheckAnswer:
+def check_params(request: CheckRequest) -> CheckAnswer:
     """Return the refusal of the first parameter that the workload or the function does not have, or not of this type.
 
     Raises:
@@ -67,7 +67,7 @@ def checked_params(request: CheckRequest) -> CheckAnswer:
     try:
         for name in request.get("fields", []):
             if name in known:
-                raise ambiguous(name)
+                raise explain_ambiguous(name)
         for given in request.get("params", []):
             check(given)
     except ConfigError as error:
@@ -75,7 +75,7 @@ def checked_params(request: CheckRequest) -> CheckAnswer:
     return {"refused": None}
 
 
-def checked_budgets(strategies: list[StrategySpec]) -> CheckAnswer:
+def check_budgets(strategies: list[StrategySpec]) -> CheckAnswer:
     """Return the refusal of the first privacy budget that allows no round, or why budgets cannot be checked here."""
     from rayps.federated.private_job import must_allow_a_round
     from rayps.privacy import accountant
@@ -103,10 +103,10 @@ def _of_workload(request: CheckRequest) -> tuple[Collection[str], Callable[[Json
 def _of_function(request: CheckRequest) -> tuple[Collection[str], Callable[[JsonObject], object]]:
     """Return the names of the function's arguments, and the check of given ones."""
     function = named.load(request["target"], request["working_dir"])
-    return named.known(function), partial(named.arguments, function)
+    return named.list_arguments(function), partial(named.choose_arguments, function)
 
 
-def checked(request: CheckRequest) -> CheckAnswer:
+def check_strategy(request: CheckRequest) -> CheckAnswer:
     """Return a job's strategy in wire form, and the facts of each phase that the service needs.
 
     Raises:
@@ -131,7 +131,7 @@ def checked(request: CheckRequest) -> CheckAnswer:
                 "file that defines it: use a built-in federated strategy, or simulated clients",
                 field="strategy",
             )
-    found = strategy_check.checked(phases)
+    found = strategy_check.check_phases(phases)
     try:
         json.dumps(found.strategy, allow_nan=False)
     except (TypeError, ValueError) as error:
@@ -145,11 +145,11 @@ def checked(request: CheckRequest) -> CheckAnswer:
     return {"strategy": found.strategy, "phases": phases_found}
 
 
-def listed(request: CheckRequest) -> CheckAnswer:
+def list_strategies(request: CheckRequest) -> CheckAnswer:
     """Return the strategies that a folder's files define, and those that cannot be read with the reasons."""
     found, broken = list[StrategyDescription](), list[BrokenFile]()
     for path in sorted(Path(request["working_dir"]).glob("*.py")):
-        for name in _candidates(path):
+        for name in _find_candidates(path):
             target = f"{path.name}:{name}"
             try:
                 found.append(described(target, FINDER.find(target, request["working_dir"], Strategy)))
@@ -158,7 +158,7 @@ def listed(request: CheckRequest) -> CheckAnswer:
     return {"found": found, "broken": broken}
 
 
-def _candidates(path: Path) -> list[str]:
+def _find_candidates(path: Path) -> list[str]:
     """Return the names of the classes in a file that seem to be strategies, without running the file.
 
     The file must contain the name rayps, and the class must derive from a class with the name of a known strategy.
@@ -169,7 +169,7 @@ def _candidates(path: Path) -> list[str]:
         return []
     if "rayps" not in ast.dump(tree):
         return []
-    kinds = {kind.__name__ for kind in _all_subclasses(Strategy)}
+    kinds = {kind.__name__ for kind in _list_subclasses(Strategy)}
     found: list[str] = []
     for node in tree.body:
         if isinstance(node, ast.ClassDef):
@@ -179,9 +179,9 @@ def _candidates(path: Path) -> list[str]:
     return found
 
 
-def _all_subclasses(kind: type) -> list[type]:
+def _list_subclasses(kind: type) -> list[type]:
     below: list[type] = kind.__subclasses__()
-    return [kind, *(each for one in below for each in _all_subclasses(one))]
+    return [kind, *(each for one in below for each in _list_subclasses(one))]
 
 
 if __name__ == "__main__":

@@ -125,7 +125,7 @@ class JobQueue:
             EndJob(job_id, Status.FAILED, ended[shape[1]])
             for shape in self._counts
             if shape[1] in ended
-            for job_id in self._jobs_of(shape)
+            for job_id in self._list_jobs(shape)
         ]
         self.examined += len(names) + len(ends)
         self._head, self._shortage, self._blocked, self._left = None, None, {}, {}
@@ -135,7 +135,9 @@ class JobQueue:
         not_ready = {name: text for name in names - set(ended) if (text := groups.wait_reason(name)) is not None}
         for shape in self._counts:
             self.examined += 1
-            blocked = _too_large(dict(shape[0]), total) or not_ready.get(shape[1] or "") or ended.get(shape[1] or "")
+            blocked = (
+                _explain_too_large(dict(shape[0]), total) or not_ready.get(shape[1] or "") or ended.get(shape[1] or "")
+            )
             if blocked is not None:
                 self._blocked[shape] = blocked
         return [*ends, *self._starts(room)]
@@ -160,14 +162,14 @@ class JobQueue:
         queue = [
             (first, shape)
             for shape in self._counts
-            if shape not in self._blocked and (first := self._first(shape)) is not None
+            if shape not in self._blocked and (first := self._find_first(shape)) is not None
         ]
         heapq.heapify(queue)
         while queue and self._head is None:
             job_id, shape = heapq.heappop(queue)
             job = self._jobs[job_id]
             self.examined += 1
-            self._shortage = _shortage(job.needs, left)
+            self._shortage = _explain_shortage(job.needs, left)
             if self._shortage is not None:
                 self._head = job
                 break
@@ -175,14 +177,14 @@ class JobQueue:
             left = {kind: amount - job.needs.get(kind, 0.0) for kind, amount in left.items()}
             taken.append(job)
             heapq.heappop(self._oldest[shape])
-            if (following := self._first(shape)) is not None:
+            if (following := self._find_first(shape)) is not None:
                 heapq.heappush(queue, (following, shape))
         self._left = left
         for job in taken:  # these jobs stay in the queue until the store says that they have started
             heapq.heappush(self._oldest[job.shape], job.id)
         return starts
 
-    def _first(self, shape: Shape) -> str | None:
+    def _find_first(self, shape: Shape) -> str | None:
         heap = self._oldest[shape]
         while heap:
             job = self._jobs.get(heap[0])
@@ -192,7 +194,7 @@ class JobQueue:
             heapq.heappop(heap)
         return None
 
-    def _jobs_of(self, shape: Shape) -> list[str]:
+    def _list_jobs(self, shape: Shape) -> list[str]:
         return sorted(
             {
                 job_id
@@ -214,7 +216,7 @@ def with_cores(needs: Bundle, cores: float | None) -> Bundle:
     return needs if cores is None else needs | {CORE: min(needs.get("cpu", 0.0), cores)}
 
 
-def room_for_new_jobs(running: Iterable[OpenJob], free: Bundle, total: Bundle) -> Bundle:
+def find_room_for_new_jobs(running: Iterable[OpenJob], free: Bundle, total: Bundle) -> Bundle:
     """Return the resources that new jobs may reserve.
 
     These are the free resources less those that started jobs will still reserve. They are at most the total less the
@@ -228,14 +230,14 @@ def room_for_new_jobs(running: Iterable[OpenJob], free: Bundle, total: Bundle) -
     return room
 
 
-def _too_large(needs: Bundle, total: Bundle) -> str | None:
+def _explain_too_large(needs: Bundle, total: Bundle) -> str | None:
     for kind, amount in needs.items():
         if amount > total.get(kind, 0.0):
-            return f"needs {_many(amount, kind)}, the whole cluster has {total.get(kind, 0.0):g}"
+            return f"needs {_format_amount(amount, kind)}, the whole cluster has {total.get(kind, 0.0):g}"
     return None
 
 
-def _shortage(needs: Bundle, room: Bundle) -> str | None:
+def _explain_shortage(needs: Bundle, room: Bundle) -> str | None:
     for kind, amount in needs.items():
         if amount > room.get(kind, 0.0):
             if kind == CORE:
@@ -243,9 +245,9 @@ def _shortage(needs: Bundle, room: Bundle) -> str | None:
                     f"waits until its workers fit beside the other jobs: needs {amount:g} of this machine's cores, "
                     f"{room.get(kind, 0.0):g} free (`rayps serve --cpus` sets how many workers run at once)"
                 )
-            return f"needs {_many(amount, kind)}, {room.get(kind, 0.0):g} free"
+            return f"needs {_format_amount(amount, kind)}, {room.get(kind, 0.0):g} free"
     return None
 
 
-def _many(amount: float, kind: str) -> str:
+def _format_amount(amount: float, kind: str) -> str:
     return f"{amount:g} {kind.upper()}{'' if amount == 1 else 's'}"

@@ -47,10 +47,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from rayps.core.grid import Grid
-from rayps.core.maximize import direction
+from rayps.core.maximize import find_direction
 from rayps.core.rows.draw_participants import takes_part
 from rayps.core.strategy import options, traffic
-from rayps.core.strategy.proximal import canonical, prox
+from rayps.core.strategy.proximal import prox, write_canonical
 from rayps.core.strategy.strategy import Vector, WorkerView
 from rayps.core.strategy.strategy_families import LOCAL_UPDATES, Fixed, Rows
 from rayps.core.strategy.traffic import Sizes, TrafficCost
@@ -89,7 +89,7 @@ class ADMM(Strategy):
         options.number(self, "participation", above=0, most=1)
         options.flag(self, "balance")
         check_averaging(self)
-        object.__setattr__(self, "regularizer", canonical(self.regularizer))
+        object.__setattr__(self, "regularizer", write_canonical(self.regularizer))
 
     def cost(self, grid: Grid, sizes: Sizes) -> list[TrafficCost]:
         """Return the cost per step of the mean of the parameters at each average."""
@@ -112,7 +112,7 @@ class ADMM(Strategy):
         here = takes_part(w.plan.seed, (w.position - 1) // self.local_steps, w.rank, self.participation)
         if here and len(batch):
             g, penalty = w.grad(batch).vector, float(w.shared["penalty"])
-            g.add_(w.params - w.shared["z"] + w.memory["u"], alpha=direction(w.optimizer.param_groups) * penalty)
+            g.add_(w.params - w.shared["z"] + w.memory["u"], alpha=find_direction(w.optimizer.param_groups) * penalty)
             _step(w, g, penalty - self.penalty)
         if w.position % self.local_steps == 0 or w.position == w.plan.end:
             self._average(w, here)

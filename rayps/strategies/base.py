@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, SupportsIndex
 from rayps_client.values import Json, JsonObject
 
 from rayps.core.grid import Grid
-from rayps.core.job.user_module import by_value
+from rayps.core.job.user_module import reduce_by_value
 from rayps.core.strategy.nested_options import wire_of
 from rayps.core.strategy.strategy import RingView, ServerHalf, ShardView, Vector, WorkerView
 from rayps.core.strategy.strategy_families import (
@@ -66,7 +66,7 @@ class Strategy:
         """Pickle a user's class together with the object, so that other processes do not need the class's file."""
         if type(self).__module__.partition(".")[0] == "rayps":
             return super().__reduce_ex__(protocol)
-        return by_value(self, int(protocol))
+        return reduce_by_value(self, int(protocol))
 
     @property
     def topology(self) -> Topology:

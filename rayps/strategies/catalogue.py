@@ -22,12 +22,12 @@ from rayps.core.job.user_module import Finder, broken
 from rayps.core.refusals.table import refuse
 from rayps.core.rows.phase_rounds import phase_ends
 from rayps.core.spelling import near
-from rayps.core.strategy.elastic import misplaced
+from rayps.core.strategy.elastic import explain_misplaced
 from rayps.core.strategy.nested_options import Option, options_of
 from rayps.core.strategy.replica import Pipeline, Replica, TensorParallel
 from rayps.core.strategy.strategy import Phase, ShardView, StrategyView, WorkerView
 from rayps.core.strategy.strategy_families import LOCAL_UPDATES, SERVER_STEPS, SYNC_GRADIENTS, has_remote_clients
-from rayps.core.strategy.text import form, scalar
+from rayps.core.strategy.text import form, parse_scalar
 from rayps.core.strategy.topology import features_of, is_private
 from rayps.federated.population.attack_spec import attack_with
 from rayps.federated.rules.robust_rules import rule_with
@@ -337,7 +337,7 @@ def _split_epochs(item: StrategySpec) -> tuple[StrategySpec, StrategySpec]:
         return item.get("epochs"), item["strategy"]
     if isinstance(item, str) and "*" in item.partition("(")[0].partition(":")[0]:
         count, _, item = item.partition("*")
-        return scalar(count), item
+        return parse_scalar(count), item
     return None, item
 
 
@@ -432,7 +432,7 @@ def _build(what: str, kind: type[_Kind], item: Mapping[str, StrategySpec]) -> _K
 
 def _hint_other_owner(key: str, known: list[str]) -> str:
     """Return the end of an error: a hint which strategies or replicas have the option `key`, or "" if none has it."""
-    if misplaced(key) is not None:
+    if explain_misplaced(key) is not None:
         own = f"; {key} is an option of the workers, beside the strategy: elastic={{{key!r}: ...}}, --elastic {key}=..."
         return own + ("; or of replica=pipeline(...)" if key == "balance" and "replica" in known else "")
     if "replica" in known and any(key == f.name for replica in REPLICAS.values() for f in options_of(replica)):

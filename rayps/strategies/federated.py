@@ -60,7 +60,7 @@ from rayps.core.strategy import options, traffic
 from rayps.core.strategy.nested_options import NESTED, FlatOptions
 from rayps.core.strategy.strategy import WorkerView
 from rayps.core.strategy.strategy_families import FEDERATED_ROUNDS, ByClient, Rows
-from rayps.core.strategy.text import quoted
+from rayps.core.strategy.text import quote
 from rayps.core.strategy.traffic import Sizes, TrafficCost
 from rayps.federated.local_training import LocalTraining
 from rayps.federated.population.cohort_size import cohort_size
@@ -141,7 +141,7 @@ class Federated(FlatOptions, Strategy):
             ways.append(secure.too_few_neighbours(cohort_size(joining.least, self.fraction)))
         for wrong, why in ways:
             if wrong:
-                raise ConfigError(f"secure is {quoted(real.secure)}, but {why}", field="secure")
+                raise ConfigError(f"secure is {quote(real.secure)}, but {why}", field="secure")
 
     @property
     def privacy_spec(self) -> PrivacySpec | None:

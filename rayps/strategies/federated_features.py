@@ -8,7 +8,7 @@ from dataclasses import fields
 from rayps_client.exchange.coding_names import TOP_K, upload_name
 from rayps_client.values import Json
 
-from rayps.core.strategy.text import nested
+from rayps.core.strategy.text import write_nested
 from rayps.federated.rules.robust_rules import AggregationRule
 from rayps.federated.strategy_interface import ClientSide, Federation
 from rayps.privacy.options import ALL, POISSON, TREE, PrivacySpec, features_of_privacy
@@ -63,7 +63,7 @@ def _written(option: Json | AggregationRule) -> Json:
     """Return an option as the text that a user writes, if it is in wire form."""
     if isinstance(option, AggregationRule):
         return str(option)
-    return nested(dict(option)) if isinstance(option, Mapping) else option
+    return write_nested(dict(option)) if isinstance(option, Mapping) else option
 
 
 def _features_of_privacy(name: str, spec: PrivacySpec, side: ClientSide, *, simulated: bool) -> dict[str, Json]:

@@ -19,7 +19,7 @@ from rayps.core.job.statement import check_statement
 from rayps.core.job.warm_start import StartFrom
 from rayps.core.refusals.of_jobs import NOT_IN_LOOPS
 from rayps.core.refusals.table import refuse
-from rayps.core.strategy.elastic import ElasticWorkers, misplaced, range_of, workers_of_text
+from rayps.core.strategy.elastic import ElasticWorkers, explain_misplaced, range_of, workers_of_text
 from rayps.core.strategy.elastic_support import check_phases
 from rayps.core.strategy.strategy import Phase
 from rayps.core.strategy.topology import shard_bundles
@@ -225,7 +225,9 @@ class JobSpec:
         """
         for key in data:
             if key not in FIELDS:
-                reason = misplaced(key) or f"a job has no field {key!r}: the fields are {', '.join(sorted(FIELDS))}"
+                reason = (
+                    explain_misplaced(key) or f"a job has no field {key!r}: the fields are {', '.join(sorted(FIELDS))}"
+                )
                 raise ConfigError(reason, field=key)
         given = {key: value for key, value in data.items() if key != "workload" or value is not None}
         if "workload" not in given and given.get("run") is None:

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from rayps.tensors.flat import quick_square, square_of
+from rayps.tensors.flat import square_of, square_quickly
 
 _TINY = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
@@ -78,9 +78,9 @@ class NormClip:
         if is_mean:
             number, count = self.share
             size = vector.numel()
-            self.note(square=quick_square(vector[size * number // count : size * (number + 1) // count]))
+            self.note(square=square_quickly(vector[size * number // count : size * (number + 1) // count]))
         elif not self._rings:  # the other workers of a replica have the rest of a gradient of this replica alone
-            self.note(norm=math.sqrt(quick_square(vector)))
+            self.note(norm=math.sqrt(square_quickly(vector)))
 
     def with_sparse(self, params: Sequence[nn.Parameter], vector: Tensor) -> Tensor:
         """Clip a gradient of which a part is sparse and is in the `.grad` of `params`, not in `vector`.

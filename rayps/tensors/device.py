@@ -347,7 +347,7 @@ class CpuDevice(Device):
         try:
             fd = os.memfd_create("rayps-device", os.MFD_CLOEXEC)
             os.ftruncate(fd, max(1, size))
-            storage = _storage(f"/proc/self/fd/{fd}", size)
+            storage = _map_storage(f"/proc/self/fd/{fd}", size)
         except (OSError, RuntimeError) as error:
             raise LinkError(f"cannot allocate {size} bytes of shared memory: {error}", size=size) from error
         found = torch.empty(0, dtype=dtype).set_(storage)[:n]
@@ -366,13 +366,13 @@ class CpuDevice(Device):
         """Return the vector of another process, by the path of its descriptor."""
         path, size = json.loads(offer)
         try:
-            storage = _storage(path, size)
+            storage = _map_storage(path, size)
         except (OSError, RuntimeError) as error:
             raise LinkError(f"cannot open a peer's memory: {error}", peer="") from error
         return torch.empty(0, dtype=dtype).set_(storage)[:n]
 
 
-def _storage(path: str, size: int) -> torch.UntypedStorage:
+def _map_storage(path: str, size: int) -> torch.UntypedStorage:
     found = torch.UntypedStorage.from_file(path, shared=True, nbytes=size)
     assert isinstance(found, torch.UntypedStorage)
     return found

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from rayps.core.grid import Grid
-from rayps.core.job.repeated_pushes import union
+from rayps.core.job.repeated_pushes import merge_ledgers
 from rayps.core.strategy.replica import Replica
 from rayps.core.strategy.traffic import Sizes
 from rayps.tensors.flat import Entry, Layout
@@ -162,7 +162,7 @@ class Division:
         ledgers = [(a - lo, b - lo, each) for a, b, each in snapshot.ledgers if lo <= a < lo + mine.layout.size]
         # a ledger of another division numbers the elements in another order: apply its entries to the whole vector
         if snapshot.divided != self.key and snapshot.ledgers:
-            ledgers = [(0, mine.layout.size, union(each for _, _, each in snapshot.ledgers))]
+            ledgers = [(0, mine.layout.size, merge_ledgers(each for _, _, each in snapshot.ledgers))]
         return Snapshot(
             mine.layout,
             torch.cat([snapshot.params[:0], *params]),
@@ -213,7 +213,7 @@ class Division:
         return Snapshot(
             layout,
             params,
-            _in_order(moments, layout),
+            _sort_moments(moments, layout),
             buffers,
             rng,
             [min(several) for several in zip(*(part.positions for part in parts), strict=True)],
@@ -299,11 +299,11 @@ def _join(whole: ParamState, part: ParamState, piece: TensorSlice) -> None:
             whole.setdefault(key, value)
 
 
-def _in_order(moments: Moments, layout: Layout) -> Moments:
+def _sort_moments(moments: Moments, layout: Layout) -> Moments:
     return {entry.name: moments[entry.name] for entry in layout.entries if entry.name in moments}
 
 
-def shares(count: int, sizes: Sequence[int]) -> list[int]:
+def divide_servers(count: int, sizes: Sequence[int]) -> list[int]:
     """Return how many of `count` servers each column gets: at least one, and more for columns of larger `sizes`."""
     found = [1] * len(sizes)
     for _ in range(count - len(sizes)):

@@ -29,12 +29,12 @@ def is_finite(values: Tensor) -> bool:
         return math.isfinite(total) or bool(torch.isfinite(values).all())
 
 
-def first_not_finite(values: Tensor) -> int:
+def find_not_finite(values: Tensor) -> int:
     """Return the flat index of the first element that is not finite. There must be one."""
     return int(torch.isfinite(values.detach().reshape(-1)).logical_not().nonzero()[0])
 
 
-def gradient_fault(flat: FlatModel) -> str | None:
+def find_gradient_fault(flat: FlatModel) -> str | None:
     """Return the name of the first parameter whose collected gradient is not finite, or None if all are finite."""
     if not flat.sparse_grads and is_finite(flat.packed[:-1]):
         return None
@@ -68,7 +68,7 @@ def fault_in(tensors: Mapping[str, Tensor], parameters: Iterable[tuple[str, Sequ
     of the vector. Not checked are buffers and frozen parameters, which may hold infinities, and scalars in the
     optimizer's state.
     """
-    entries = _entries(parameters)
+    entries = _make_entries(parameters)
     for name, value in tensors.items():
         place, _, rest = name.partition("/")
         rank: int | None = None
@@ -82,7 +82,7 @@ def fault_in(tensors: Mapping[str, Tensor], parameters: Iterable[tuple[str, Sequ
     return None
 
 
-def _entries(parameters: Iterable[tuple[str, Sequence[int]]]) -> list[Entry]:
+def _make_entries(parameters: Iterable[tuple[str, Sequence[int]]]) -> list[Entry]:
     found: list[Entry] = []
     for name, shape in parameters:
         lo = found[-1].hi if found else 0
@@ -90,26 +90,32 @@ def _entries(parameters: Iterable[tuple[str, Sequence[int]]]) -> list[Entry]:
     return found
 
 
-def _parameter(name: str, value: Tensor, entries: list[Entry]) -> tuple[str, str]:
+def _name_parameter(name: str, value: Tensor, entries: list[Entry]) -> tuple[str, str]:
     return f"parameter {name!r}", name
 
 
-def _in_vector(name: str, value: Tensor, entries: list[Entry]) -> tuple[str, str]:
-    at = first_not_finite(value)
+def _name_in_vector(name: str, value: Tensor, entries: list[Entry]) -> tuple[str, str]:
+    at = find_not_finite(value)
     held = next((entry.name for entry in entries if entry.lo <= at < entry.hi), "")
     return f"parameter {held!r}", held
 
 
-def _moment(name: str, value: Tensor, entries: list[Entry]) -> tuple[str, str]:
+def _name_moment(name: str, value: Tensor, entries: list[Entry]) -> tuple[str, str]:
     parameter, _, key = name.rpartition("/")
     return f"the optimizer's {key!r} of parameter {parameter!r}", parameter
 
 
-def _named(name: str, value: Tensor, entries: list[Entry]) -> tuple[str, str]:
+def _name_other(name: str, value: Tensor, entries: list[Entry]) -> tuple[str, str]:
     parameter = ""
     if entries and value.numel() == entries[-1].hi:  # the tensor has one element for each element of the vector
-        parameter = _in_vector(name, value, entries)[1]
+        parameter = _name_in_vector(name, value, entries)[1]
     return f"the strategy's {name!r}" + (f" of parameter {parameter!r}" if parameter else ""), parameter
 
 
-_KINDS = {"model": _parameter, "optim": _moment, "params": _in_vector, "memory": _named, "shared": _named}
+_KINDS = {
+    "model": _name_parameter,
+    "optim": _name_moment,
+    "params": _name_in_vector,
+    "memory": _name_other,
+    "shared": _name_other,
+}

@@ -103,13 +103,13 @@ class Gradient:
         return self.packed[:-1]
 
 
-def outside_vector(model: nn.Module) -> dict[str, Tensor]:
+def find_outside_vector(model: nn.Module) -> dict[str, Tensor]:
     """Return the tensors of a model that are not in the vector, by name: buffers, and parameters without gradient."""
     frozen = {name: p.detach() for name, p in model.named_parameters() if not p.requires_grad}
     return frozen | dict(model.named_buffers())
 
 
-def untrained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+def find_untrained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Return the parameters that need no gradient, with their names."""
     return [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
 
@@ -177,7 +177,7 @@ class FlatModel:
         else:
             self.layout = part[0]
             self._params = [(entry.name, p) for entry, p in zip(part[0].entries, part[1], strict=True)]
-        self._untrained = untrained(model)
+        self._untrained = find_untrained(model)
         self._parameters = NamedParameters((p for _, p in self._params), (name for name, _ in self._params))
         device = self._params[0][1].device if self._params else torch.device("cpu")
         self._keeps_sparse = keeps_sparse
@@ -242,7 +242,7 @@ class FlatModel:
             if p.grad is None:
                 view.zero_()
             else:
-                grad = dense(p.grad)
+                grad = make_dense(p.grad)
                 if grad.data_ptr() != view.data_ptr() or grad.shape != view.shape:
                     view.copy_(grad)
             p.grad = view
@@ -281,22 +281,22 @@ class FlatModel:
         return self._keeps_sparse and grad is not None and grad.layout is not torch.strided
 
 
-def dense(grad: Tensor) -> Tensor:
+def make_dense(grad: Tensor) -> Tensor:
     """Return a gradient as a dense tensor without autograd history."""
     grad = grad.detach()
     return grad if grad.layout is torch.strided else grad.to_dense()
 
 
-def quick_square(values: Tensor) -> float:
+def square_quickly(values: Tensor) -> float:
     """Return the squared Euclidean norm in one pass, with the accuracy of the dtype, in float32 for half precision."""
     if not values.numel():
         return 0.0
     flat = values.detach().reshape(-1)
-    found = math.fsum(_quick_square(flat[lo : lo + _DOT]) for lo in range(0, len(flat), _DOT))
+    found = math.fsum(_square_quickly(flat[lo : lo + _DOT]) for lo in range(0, len(flat), _DOT))
     return found if math.isfinite(found) else float(square_of(values))
 
 
-def _quick_square(flat: Tensor) -> float:
+def _square_quickly(flat: Tensor) -> float:
     wide = flat.float() if flat.dtype in (torch.float16, torch.bfloat16) else flat
     return float(torch.vdot(wide, wide).real if wide.is_complex() else torch.dot(wide, wide))
 

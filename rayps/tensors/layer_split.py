@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rayps.core.partition import part
+from rayps.core.partition import find_bounds
 
 Range = tuple[int, int]
 
@@ -35,7 +35,7 @@ class LayerSplit:
 
     def ranges(self, size: int, index: int) -> tuple[Range, ...]:
         """Return the part of the width that worker `index` of `size` has: one range (lo, hi) in each block."""
-        lo, hi = part(self.units, size, index)
+        lo, hi = find_bounds(self.units, size, index)
         block = self.width // self.blocks
         return tuple((b * block + lo * self.unit, b * block + hi * self.unit) for b in range(self.blocks))
 

@@ -138,7 +138,7 @@ def skips_ticks(factory: Factory) -> bool:
     return isinstance(factory, Recipe) and factory.skips
 
 
-def within(factory: Factory, change: Callable[[Factory], Factory]) -> Factory:
+def change_factory(factory: Factory, change: Callable[[Factory], Factory]) -> Factory:
     """Return `change(factory)`, with the schedule of `factory` if it has one."""
     return replace(factory, factory=change(factory.factory)) if isinstance(factory, Recipe) else change(factory)
 
@@ -152,10 +152,10 @@ class Rates:
         Raises WorkloadError if `schedule` fails or does not return a schedule.
         """
         self._optimizer = skeleton()
-        self._made = [_plain(group) for group in self._optimizer.param_groups]
+        self._made = [_read_values(group) for group in self._optimizer.param_groups]
         with user_code("schedule"):
             found = make(self._optimizer)
-        self._scheduler, self._function = _checked(found, self._optimizer)
+        self._scheduler, self._function = _check(found, self._optimizer)
         # torch would warn that the scheduler steps before the optimizer
         self._optimizer._opt_called = True  # type: ignore[attr-defined]
         # the history of each value that has changed at least once: the value at each evaluated tick
@@ -174,7 +174,7 @@ class Rates:
         Raises WorkloadError if the schedule fails or returns a factor that is not finite.
         """
         if self._function is not None:
-            return self._by_function(self._function, tick)
+            return self._call_function(self._function, tick)
         while self._scheduler is not None and self._count <= tick:
             with user_code("schedule"):
                 self._scheduler.step()
@@ -190,7 +190,7 @@ class Rates:
             else:
                 group[key] = value
 
-    def _by_function(self, function: Function, tick: int) -> dict[_Cell, Value]:
+    def _call_function(self, function: Function, tick: int) -> dict[_Cell, Value]:
         with user_code("schedule"):
             factor = float(function(tick))
         if not math.isfinite(factor):
@@ -204,16 +204,16 @@ class Rates:
         """Append the groups' current values to the histories, as those of the next tick."""
         for number, (group, made) in enumerate(zip(self._optimizer.param_groups, self._made, strict=True)):
             for key, first in made.items():
-                value = _number(group[key])
+                value = _read_number(group[key])
                 past = self._past.get((number, key))
                 if past is None and value != first:
-                    past = self._changed(value, first)
+                    past = self._begin_history(value, first)
                     self._past[number, key] = past
                 if past is not None:
                     past.append(value)
         self._count += 1
 
-    def _changed(self, value: Value, first: Value) -> MutableSequence[Any]:
+    def _begin_history(self, value: Value, first: Value) -> MutableSequence[Any]:
         """Return the history of a value that changes for the first time: `first`, repeated for each earlier tick."""
         past: MutableSequence[Any] = array("d") if isinstance(value, float) else []
         past.extend([first] * self._count)
@@ -265,9 +265,9 @@ class ScheduleRecord:
         return {"schedule": {"every": self._factory.every, "tick": tick, "groups": groups}}
 
 
-def rates_in(groups: Sequence[Group]) -> dict[str, float]:
+def read_rates(groups: Sequence[Group]) -> dict[str, float]:
     """Return the learning rates of an optimizer's groups: `lr` of the first, and `lr_0`, `lr_1`, ... if they differ."""
-    rates = {number: _number(group["lr"]) for number, group in enumerate(groups) if _is_number(group.get("lr"))}
+    rates = {number: _read_number(group["lr"]) for number, group in enumerate(groups) if _is_number(group.get("lr"))}
     plain = {number: rate for number, rate in rates.items() if isinstance(rate, float)}
     if not plain:
         return {}
@@ -296,7 +296,7 @@ def pace_of(factory: Factory, layout: Layout, optimizer: Optimizer, ticks: Ticks
     return Pace(rates, factory.every, ticks, optimizer.param_groups)
 
 
-def _checked(found: Schedule, optimizer: Optimizer) -> tuple[RateScheduler | None, Function | None]:
+def _check(found: Schedule, optimizer: Optimizer) -> tuple[RateScheduler | None, Function | None]:
     """Check the result of schedule(). Return it as (scheduler, None) or (None, function), or as (None, None) for None.
 
     Raises WorkloadError if the result is not a schedule, or not one of `optimizer`.
@@ -322,9 +322,9 @@ def _checked(found: Schedule, optimizer: Optimizer) -> tuple[RateScheduler | Non
     )
 
 
-def _plain(group: Group) -> dict[str, Value]:
+def _read_values(group: Group) -> dict[str, Value]:
     """Return the numbers of a group by name: the values that a schedule may change."""
-    return {key: _number(value) for key, value in group.items() if key != "params" and _is_number(value)}
+    return {key: _read_number(value) for key, value in group.items() if key != "params" and _is_number(value)}
 
 
 def _is_number(value: StateValue) -> bool:
@@ -335,7 +335,7 @@ def _is_number(value: StateValue) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _number(value: Tensor | float | Sequence[float]) -> Value:
+def _read_number(value: Tensor | float | Sequence[float]) -> Value:
     if isinstance(value, (Tensor, int, float)):
         return float(value)
     return tuple(float(each) for each in value)

@@ -54,7 +54,7 @@ class LossScale:
         self.scale, self._steps, self.skipped, self.skipped_by_all = scale, int(steps), int(skipped), int(by_all)
 
 
-def skipped(tensors: Mapping[str, Tensor]) -> int:
+def count_skipped(tensors: Mapping[str, Tensor]) -> int:
     """Return the number of steps that a worker has skipped, by its tensors. It is 0 without a scale."""
     return int(tensors[KEY][2]) if KEY in tensors else 0
 
@@ -68,6 +68,6 @@ def with_skipped(tensors: Mapping[str, Tensor], count: int) -> dict[str, Tensor]
     return {**tensors, KEY: state}
 
 
-def skipped_by_all(tensors: Mapping[str, Any]) -> int:
+def count_skipped_by_all(tensors: Mapping[str, Any]) -> int:
     """Return the number of rounds that all workers skipped, by a worker's tensors. It is 0 without a scale."""
     return int(tensors[KEY][3]) if KEY in tensors else 0

@@ -133,10 +133,12 @@ def start_point(start: StartFrom, names: ModelNames, home: str | Path | None = N
         return _start_in_a_place(start, names)
     path = Path(home or ".") / Path(start.path).expanduser()
     tables = path / checkpoint.TABLES
-    files = adapter_files(path, names.adapters)
+    files = find_adapter_files(path, names.adapters)
     if files:
         sources = sources_of_adapters(files, names)
-        expected = {name: wanted for name, wanted in names.wanted.items() if name in sources or _adapter(name, files)}
+        expected = {
+            name: wanted for name, wanted in names.wanted.items() if name in sources or _is_of_adapter(name, files)
+        }
         found = match(start, replace(names, wanted=expected), sources)
         message = f"the adapters are those of {path}: {len(found)} tensors; the others are those that model() returns"
         return StartPoint(path, found, len(expected) - len(found), tables if tables.is_dir() else None, message)
@@ -196,22 +198,22 @@ def match(start: StartFrom, names: ModelNames, found: Mapping[str, StoredTensor]
     if fits and not (start.strict and (missing or unexpected or misshaped)):
         return fits
     kinds = {"missing": missing, "unexpected": unexpected, "of another shape": misshaped}
-    faults = "; ".join(_listed(kind, each) for kind, each in kinds.items() if each) or "the file has no tensors"
+    faults = "; ".join(_list_names(kind, each) for kind, each in kinds.items() if each) or "the file has no tensors"
     raise CheckpointError(
         f"the tensors of {start.path} are not those of the model: {faults}\n"
-        + _way_out(start, names, found, some=bool(fits)),
+        + _describe_way_out(start, names, found, some=bool(fits)),
         field="start_from",
         **{kind: each for kind, each in kinds.items() if each},
     )
 
 
-def _listed(kind: str, names: list[str]) -> str:
+def _list_names(kind: str, names: list[str]) -> str:
     shown = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
     return f"{len(names)} {'is' if len(names) == 1 else 'are'} {kind} ({shown})"
 
 
-def _way_out(start: StartFrom, names: ModelNames, found: Mapping[str, StoredTensor], *, some: bool) -> str:
-    better = _better_prefix(start, names, found)
+def _describe_way_out(start: StartFrom, names: ModelNames, found: Mapping[str, StoredTensor], *, some: bool) -> str:
+    better = _find_better_prefix(start, names, found)
     if better is not None:
         key = "remove_prefix" if better.remove_prefix else "add_prefix"
         value = better.remove_prefix or better.add_prefix
@@ -224,7 +226,7 @@ def _way_out(start: StartFrom, names: ModelNames, found: Mapping[str, StoredTens
     return "give the file of a model with the same parameters, or set remove_prefix or add_prefix in start_from"
 
 
-def _better_prefix(start: StartFrom, names: ModelNames, found: Mapping[str, StoredTensor]) -> StartFrom | None:
+def _find_better_prefix(start: StartFrom, names: ModelNames, found: Mapping[str, StoredTensor]) -> StartFrom | None:
     """Return the option with the prefix under which the most tensors fit, or None if no prefix is better."""
     mine = {each: wanted.shape for name, wanted in names.wanted.items() for each in (name, *wanted.others)}
     theirs = {name: source.shape for name, source in found.items()}
@@ -275,10 +277,10 @@ def sources_of(path: Path) -> dict[str, StoredTensor]:
         return _of_index(indices[0])
     if len(files) == 1:
         return _of_file(files[0])
-    raise CheckpointError(f"{path} {_why_not(path, len(files) + len(indices))}", path=str(path))
+    raise CheckpointError(f"{path} {_explain_not_tensors(path, len(files) + len(indices))}", path=str(path))
 
 
-def adapter_files(path: Path, adapters: Sequence[str]) -> dict[str, Path]:
+def find_adapter_files(path: Path, adapters: Sequence[str]) -> dict[str, Path]:
     """Return the file of each of a model's adapters in a folder that peft has written. It is {} for other folders.
 
     The adapter "default" is in the folder itself, and each other one in a subfolder of its name. A folder of one
@@ -309,21 +311,21 @@ def sources_of_adapters(files: Mapping[str, Path], names: ModelNames) -> dict[st
     """
     found: dict[str, StoredTensor] = {}
     for adapter, file in files.items():
-        in_model = {_without(adapter, name): name for name in names.wanted if _adapter(name, (adapter,))}
+        in_model = {_remove_adapter(adapter, name): name for name in names.wanted if _is_of_adapter(name, (adapter,))}
         found |= {in_model.get(key, key): source for key, source in _of_file(file).items()}
     return found
 
 
-def _adapter(name: str, adapters: Collection[str]) -> bool:
+def _is_of_adapter(name: str, adapters: Collection[str]) -> bool:
     """Return whether a tensor of a model belongs to one of these adapters."""
     return any(part in adapters for part in name.split("."))
 
 
-def _without(adapter: str, name: str) -> str:
+def _remove_adapter(adapter: str, name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in (adapter, "modules_to_save"))
 
 
-def _why_not(path: Path, count: int) -> str:
+def _explain_not_tensors(path: Path, count: int) -> str:
     steps = sorted(each.name for each in path.glob("step-*") if (each / checkpoint.MANIFEST).is_file())
     if steps:
         return f"is a folder of several checkpoints: give one of them, e.g. {path / steps[-1]}"
@@ -338,7 +340,7 @@ def _why_not(path: Path, count: int) -> str:
 def _of_file(path: Path) -> dict[str, StoredTensor]:
     if path.suffix in _PICKLES:
         raise CheckpointError(f"{path} is a pickle, which could run any code: load it yourself, {_WAY}", path=str(path))
-    with _opened(path) as file:
+    with _open(path) as file:
         found = {key: StoredTensor(path, key, tuple(file.get_slice(key).get_shape())) for key in file.keys()}  # noqa: SIM118
         for other, kept in (file.metadata() or {}).items():  # `safetensors.torch.save_model` notes tied names here
             if kept in found and other not in found:
@@ -401,12 +403,12 @@ def _tensors_of(path: Location) -> Iterator[Callable[[str], Tensor]]:
         reader = PieceReader(path)
         yield lambda key: reader.read({key: None})[key]
         return
-    with _opened(Path(path)) as file:
+    with _open(Path(path)) as file:
         yield file.get_tensor
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def _open(path: Path) -> Iterator[Any]:
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             yield file

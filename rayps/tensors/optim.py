@@ -94,7 +94,7 @@ class SlicedOptimizer:
         missing = frozenset(unused) - self._alone
         if missing:  # their states may differ from their neighbours' from now on
             self._alone |= missing
-            self._arrange(self._states())
+            self._arrange(self._copy_states())
         skipped = self._alone & frozenset(unused)
         for leaf in self._leaves:
             first = leaf.pieces[0].name
@@ -115,7 +115,7 @@ class SlicedOptimizer:
         if self._step_plainly(grad, scale):
             return
         if scale != 1.0:
-            grad = torch.mul(grad, scale, out=self._spare())
+            grad = torch.mul(grad, scale, out=self._lend_scratch())
         for leaf in self._leaves:
             leaf.param.grad = grad[leaf.cut]
         with self.decaying(abs(scale) if decays is None else decays), user_code("optimizer.step"):
@@ -156,7 +156,7 @@ class SlicedOptimizer:
         On the CPU the sum is computed in blocks that fit into the cache. Half precision is summed in float32 and
         rounded once. A value of weight 0 is not read, because it may be NaN.
         """
-        total, spare = sum(weights), self._spare()
+        total, spare = sum(weights), self._lend_scratch()
         shares = [(value, weight / total) for value, weight in zip(values, weights, strict=True) if weight]
         if len(shares) == 1 and self._is_plain:
             return shares[0][0]  # its share is 1; another optimizer may change the gradient that it is given
@@ -172,7 +172,7 @@ class SlicedOptimizer:
                 spare[block].copy_(mean)
         return spare
 
-    def _spare(self) -> Tensor:
+    def _lend_scratch(self) -> Tensor:
         """Return memory for one gradient slice; each call returns the same memory."""
         if self._scratch is None:
             self._scratch = torch.empty_like(self.params)
@@ -218,21 +218,21 @@ class SlicedOptimizer:
 
         The state includes the `edits` of the parameter's group.
         """
-        found, edited = self._states(), edits(self.optimizer)
+        found, edited = self._copy_states(), edits(self.optimizer)
         for leaf in self._leaves:
             if edited[leaf.group]:
                 for piece in leaf.pieces:
                     found[piece.name][EDITS] = edited[leaf.group]
         return found
 
-    def _states(self) -> Moments:
+    def _copy_states(self) -> Moments:
         found: Moments = {}
         for leaf in self._leaves:
             state = self.optimizer.state.get(leaf.param, {})
             for piece in leaf.pieces:
                 a = piece.lo - leaf.pieces[0].lo
                 found[piece.name] = {
-                    key: _copied(value[a : a + piece.hi - piece.lo] if elementwise(key, value, leaf.size) else value)
+                    key: _copy(value[a : a + piece.hi - piece.lo] if is_elementwise(key, value, leaf.size) else value)
                     for key, value in state.items()
                 }
         return found
@@ -252,7 +252,7 @@ class SlicedOptimizer:
         for number, members in enumerate(self._members):
             edit(self.optimizer.param_groups[number], (moments.get(self._pieces[i].name, {}) for i in members))
         plain = {name: {key: state[key] for key in state if key != EDITS} for name, state in moments.items()}
-        self._arrange(self._states() | plain)
+        self._arrange(self._copy_states() | plain)
 
     def _arrange(self, state: Moments) -> None:
         """Rebuild the leaves from the pieces, as few as possible. `state` is the state of each piece by name."""
@@ -267,7 +267,7 @@ class SlicedOptimizer:
                 self._leaves.append(leaf)
                 held = [state.get(piece.name, {}) for piece in run]
                 if held[0]:
-                    self.optimizer.state[leaf.param] = _placed(_merged(held, run), leaf.param, group)
+                    self.optimizer.state[leaf.param] = _place(_merge(held, run), leaf.param, group)
 
     def _runs(self, members: list[int], state: Moments) -> list[list[Entry]]:
         runs: list[list[Entry]] = []
@@ -275,7 +275,13 @@ class SlicedOptimizer:
             piece = self._pieces[i]
             last = runs[-1][-1] if runs else None
             alone = last is not None and not self._alone.isdisjoint((last.name, piece.name))
-            if last is not None and self._merges and last.hi == piece.lo and not alone and _alike(last, piece, state):
+            if (
+                last is not None
+                and self._merges
+                and last.hi == piece.lo
+                and not alone
+                and _are_alike(last, piece, state)
+            ):
                 runs[-1].append(piece)
             else:
                 runs.append([piece])
@@ -312,12 +318,12 @@ def _decays_inside(group: Group) -> bool:
     return bool(group.get("weight_decay")) and not group.get("decoupled_weight_decay")
 
 
-def elementwise(key: str, value: StateValue, size: int) -> bool:
+def is_elementwise(key: str, value: StateValue, size: int) -> bool:
     """Return whether `value` has one number for each of a leaf's `size` elements; a count of steps does not."""
     return isinstance(value, Tensor) and value.dim() == 1 and len(value) == size and key not in PER_PARAMETER
 
 
-def _alike(last: Entry, piece: Entry, state: Moments) -> bool:
+def _are_alike(last: Entry, piece: Entry, state: Moments) -> bool:
     """Return whether the states of two adjacent pieces can be merged.
 
     They can if they have the same keys, and equal values wherever a value is not one number for each element.
@@ -326,7 +332,7 @@ def _alike(last: Entry, piece: Entry, state: Moments) -> bool:
     if a.keys() != b.keys():
         return False
     for key in a:
-        ours = elementwise(key, a[key], last.hi - last.lo), elementwise(key, b[key], piece.hi - piece.lo)
+        ours = is_elementwise(key, a[key], last.hi - last.lo), is_elementwise(key, b[key], piece.hi - piece.lo)
         if ours == (False, False):
             if isinstance(a[key], Tensor) != isinstance(b[key], Tensor):
                 return False
@@ -337,15 +343,15 @@ def _alike(last: Entry, piece: Entry, state: Moments) -> bool:
     return True
 
 
-def _merged(held: list[ParamState], run: list[Entry]) -> ParamState:
+def _merge(held: list[ParamState], run: list[Entry]) -> ParamState:
     size = run[0].hi - run[0].lo
     return {
-        key: torch.cat([state[key] for state in held]) if elementwise(key, first, size) else first
+        key: torch.cat([state[key] for state in held]) if is_elementwise(key, first, size) else first
         for key, first in held[0].items()
     }
 
 
-def _placed(state: ParamState, param: nn.Parameter, group: Group) -> ParamState:
+def _place(state: ParamState, param: nn.Parameter, group: Group) -> ParamState:
     """Return a parameter's state on the parameter's device, by the rule of `torch.optim.Optimizer.load_state_dict`.
 
     On the CPU the tensors are not copied.
@@ -380,7 +386,7 @@ def made(factory: Factory, params: list[nn.Parameter]) -> Optimizer:
             "workload's method schedule(self, optimizer); every process that steps then uses it (under rayps.wrap: "
             "the argument `schedule`)"
         )
-    optimizer.rayps_made = [plain_values(group) for group in optimizer.param_groups]  # type: ignore[attr-defined]
+    optimizer.rayps_made = [select_plain_values(group) for group in optimizer.param_groups]  # type: ignore[attr-defined]
     known = {id(p) for p in params}
     for group in optimizer.param_groups:
         if any(id(p) not in known for p in group["params"]):
@@ -444,14 +450,14 @@ def _cut(value: StateValue, entry: Entry, piece: Entry, *, counts: bool) -> Stat
     return value.clone()
 
 
-def _copied(value: StateValue, device: torch.device | str = "cpu") -> StateValue:
+def _copy(value: StateValue, device: torch.device | str = "cpu") -> StateValue:
     return value.detach().to(device, copy=True) if isinstance(value, Tensor) else value
 
 
-def moments(optimizer: Optimizer, layout: Layout, params: list[nn.Parameter]) -> Moments:
+def copy_moments(optimizer: Optimizer, layout: Layout, params: list[nn.Parameter]) -> Moments:
     """Return an optimizer's state by parameter name, with the groups' `edits`. Tensors are copies on the CPU."""
     held: Moments = {
-        entry.name: {key: _copied(value) for key, value in optimizer.state.get(p, {}).items()}
+        entry.name: {key: _copy(value) for key, value in optimizer.state.get(p, {}).items()}
         for entry, p in zip(layout.entries, params, strict=True)
     }
     return with_edits(held, optimizer, layout, params)
@@ -476,7 +482,7 @@ def edits(optimizer: Optimizer) -> list[list[list[Json]]]:
     """
     known: list[JsonObject] = getattr(optimizer, "rayps_made", [])
     return [
-        [[key, first, now] for key, now in plain_values(group).items() if (first := made.get(key)) != now]
+        [[key, first, now] for key, now in select_plain_values(group).items() if (first := made.get(key)) != now]
         for made, group in zip(known, optimizer.param_groups, strict=False)
     ] + [[] for _ in optimizer.param_groups[len(known) :]]
 
@@ -487,7 +493,7 @@ def edit(group: Group, states: Iterable[ParamState]) -> None:
     A value does not change if the workload's `optimizer` now creates it differently than when the edits were recorded.
     """
     found: list[tuple[str, Json, Json]] = next((state[EDITS] for state in states if EDITS in state), [])
-    mine = plain_values(group)
+    mine = select_plain_values(group)
     for key, first, now in found:
         if key not in group or mine.get(key) == first:
             value = tuple(now) if isinstance(now, list) else now
@@ -497,7 +503,7 @@ def edit(group: Group, states: Iterable[ParamState]) -> None:
                 group[key] = value
 
 
-def plain_values(group: Group) -> JsonObject:
+def select_plain_values(group: Group) -> JsonObject:
     """Return those values of a group that JSON can represent, by name."""
     found: JsonObject = {}
     for key, value in group.items():
@@ -524,7 +530,7 @@ def load(optimizer: Optimizer, state: Moments, layout: Layout, params: list[nn.P
         if held:
             # the rule of torch.optim.Optimizer.load_state_dict
             count = p.device if id(p) in counted_there else "cpu"
-            optimizer.state[p] = {k: _copied(v, count if k == "step" else p.device) for k, v in held.items()}
+            optimizer.state[p] = {k: _copy(v, count if k == "step" else p.device) for k, v in held.items()}
 
 
 def join(parts: list[Moments], layout: Layout) -> Moments:
@@ -667,13 +673,13 @@ def decays_alone(factory: Factory, layout: Layout) -> bool:
     return moved[0] > 0 and moved[1] / moved[0] < 0.5
 
 
-def fitting(moments: Moments, optimizer: Optimizer) -> Moments:
+def select_fitting(moments: Moments, optimizer: Optimizer) -> Moments:
     """Return the part of a state that an optimizer can use. Only Adagrad can use Adagrad's state, and no other."""
     mine = isinstance(optimizer, Adagrad)
     return {name: held for name, held in moments.items() if (held.keys() - {EDITS} == {"step", "sum"}) == mine}
 
 
-def by_name(moments: Moments) -> tuple[dict[str, Tensor], dict[str, ParamState]]:
+def split_moments(moments: Moments) -> tuple[dict[str, Tensor], dict[str, ParamState]]:
     """Split an optimizer's state into tensors by name and numbers by parameter. No tensor is copied."""
     tensors, numbers = dict[str, Tensor](), dict[str, ParamState]()
     for name, state in moments.items():
@@ -686,7 +692,7 @@ def by_name(moments: Moments) -> tuple[dict[str, Tensor], dict[str, ParamState]]
 
 
 def moments_of(tensors: Mapping[str, Tensor], numbers: Mapping[str, ParamState]) -> Moments:
-    """Rebuild the state that `by_name` split; `tensors` may contain other tensors too."""
+    """Rebuild the state that `split_moments` split; `tensors` may contain other tensors too."""
     found: Moments = {name: dict(values) for name, values in numbers.items()}
     for name, tensor in tensors.items():
         if name.startswith(_STATE):

@@ -20,7 +20,7 @@ _ALIGN = 16
 Head: TypeAlias = dict[str, Any]  # JSON data before the tensors; only the module that wrote it interprets it
 
 
-def flat_bytes(tensor: Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+def view_bytes(tensor: Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
     """Return the bytes of a contiguous CPU tensor, without a copy, for any dtype."""
     return tensor.detach().reshape(-1).view(torch.uint8).numpy()
 
@@ -33,7 +33,7 @@ def pack_state(head: Head, tensors: list[Tensor]) -> bytes:
     parts: list[Buffer] = [np.int64(len(body)).tobytes(), body]
     for tensor in tensors:
         size = tensor.numel() * tensor.element_size()
-        parts += [flat_bytes(tensor.contiguous()).data if size else b"", b"\0" * (-size % _ALIGN)]
+        parts += [view_bytes(tensor.contiguous()).data if size else b"", b"\0" * (-size % _ALIGN)]
     return b"".join(parts)
 
 
@@ -78,7 +78,7 @@ def tensor_of(data: Buffer, dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(bytearray(view) if view.readonly else view, dtype=dtype)
 
 
-def plain_moments(moments: Moments, tensors: list[Tensor]) -> Moments:
+def pack_moments(moments: Moments, tensors: list[Tensor]) -> Moments:
     """Return an optimizer's state as JSON data. Each tensor is appended to `tensors`, and its index takes its place."""
     found: Moments = {}
     for name, state in moments.items():
@@ -92,8 +92,8 @@ def plain_moments(moments: Moments, tensors: list[Tensor]) -> Moments:
     return found
 
 
-def full_moments(plain: Moments, tensors: list[Tensor]) -> Moments:
-    """Rebuild an optimizer's state from the result of `plain_moments` and its tensors, which are cloned."""
+def unpack_moments(plain: Moments, tensors: list[Tensor]) -> Moments:
+    """Rebuild an optimizer's state from the result of `pack_moments` and its tensors, which are cloned."""
     return {
         name: {key: tensors[value["tensor"]].clone() if isinstance(value, dict) else value for key, value in s.items()}
         for name, s in plain.items()

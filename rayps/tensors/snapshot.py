@@ -25,7 +25,7 @@ from rayps_client.values import JsonObject
 from torch import Tensor, nn
 
 from rayps.core.job.records import Point, RingTable
-from rayps.core.job.repeated_pushes import Ledger, union
+from rayps.core.job.repeated_pushes import Ledger, merge_ledgers
 from rayps.core.rows.leases import rounds_of
 from rayps.core.rows.phase_rounds import OPEN, Calendar, PhaseSpan
 from rayps.core.rows.row_shares import RowShares
@@ -35,7 +35,7 @@ from rayps.tensors.checkpoints import checkpoint, checkpoint_parts
 from rayps.tensors.checkpoints.checkpoint import SavedState
 from rayps.tensors.checkpoints.checkpoint_parts import PartFacts
 from rayps.tensors.flat import Layout
-from rayps.tensors.optim import Moments, ParamState, by_name, moments_of
+from rayps.tensors.optim import Moments, ParamState, moments_of, split_moments
 from rayps.tensors.training_state import TrainingState, below
 from rayps.tensors.weight_average import Average
 
@@ -121,7 +121,7 @@ class Snapshot:
 
         Raises CheckpointError if the checkpoint is missing or damaged.
         """
-        meta, shapes = checkpoint.meta_of(path), checkpoint_parts.contents(path)
+        meta, shapes = checkpoint.meta_of(path), checkpoint_parts.read_contents(path)
         small = [key for key in shapes if key.partition("/")[0] in ("rng", "buffer", "shared")]
         tensors: dict[str, Tensor] = dict(checkpoint_parts.read_pieces(path, dict.fromkeys(small)))
         for name, shape in meta["parameters"]:
@@ -170,9 +170,9 @@ class Snapshot:
         skipped in fp16, the count of worker 0 is used for all ranks, as its scale is.
         """
         held = [ledger for a, b, ledger in self.ledgers if a < hi and lo < b]
-        found = union(held) if held else Ledger(self.positions)
+        found = merge_ledgers(held) if held else Ledger(self.positions)
         if found.skipped is None and loss_scale.KEY in self.shared:
-            found.skipped = dict.fromkeys(found.marks, loss_scale.skipped(self.shared))
+            found.skipped = dict.fromkeys(found.marks, loss_scale.count_skipped(self.shared))
         return found
 
     @property
@@ -183,12 +183,12 @@ class Snapshot:
         Otherwise this is the count of worker 0.
         """
         held = [ledger for lo, hi, ledger in self.ledgers if lo < hi]
-        found = union(held) if held else Ledger([])
+        found = merge_ledgers(held) if held else Ledger([])
         if self.leases is not None and found.active is not None:
             counted = rounds_of(self.leases, found.active.pushes.done)
             return 0 if counted is None else max(0, self.round - counted)
         if found.skipped is None:
-            return loss_scale.skipped(self.shared)
+            return loss_scale.count_skipped(self.shared)
         return found.skipped[min(found.marks, key=found.marks.__getitem__)]
 
     def _record_skipped(self) -> None:
@@ -219,9 +219,11 @@ class Snapshot:
 
     def averaged(self, average: Average | None) -> Snapshot:
         """Return the snapshot with the workload's average of parameters and buffers, if there is one by now."""
-        step = self.clock - loss_scale.skipped_by_all(self.shared)  # workers count the steps of their averages alone
+        step = self.clock - loss_scale.count_skipped_by_all(
+            self.shared
+        )  # workers count the steps of their averages alone
         own = {name: value for name, value in self.buffers.items() if name not in self.frozen}
-        found = weight_average.averaged(average, self.shared, self.params, own, step)
+        found = weight_average.read_average(average, self.shared, self.params, own, step)
         return self if found is None else replace(self, params=found[0], buffers=self.buffers | found[1])
 
     def fill(self, model: nn.Module) -> nn.Module:
@@ -237,7 +239,7 @@ class Snapshot:
         for name, value in self.buffers.items():
             tensors[f"{'frozen' if name in self.frozen else 'buffer'}/{name}"] = value
         tensors |= {f"rng/{rank}": value for rank, value in self.rng.items()}
-        moments, numbers = by_name(self.moments)
+        moments, numbers = split_moments(self.moments)
         tensors |= moments | {f"shared/{name}": value for name, value in self.shared.items()}
         if self.source is not None:  # workers write the other tensors
             tensors = {name: value for name, value in tensors.items() if not value.is_meta}
@@ -305,7 +307,7 @@ class Snapshot:
         Raises:
             CheckpointError: the model has other parameters. The error names the first parameter that differs.
         """
-        mine, other = _shapes(self.layout), _shapes(layout)
+        mine, other = _read_shapes(self.layout), _read_shapes(layout)
         for name in sorted(mine.keys() | other.keys()):
             if mine.get(name) != other.get(name):
                 raise CheckpointError(
@@ -360,12 +362,14 @@ class Snapshot:
             done = self.round - began
             if self.steps_per_epoch >= OPEN:
                 raise CheckpointError(
-                    f"the checkpoint was written by {self._workers()} on data without a length, whose items depend on "
-                    f"the number of workers:\nresume with {self._workers()} and the same data, or start without resume"
+                    f"the checkpoint was written by {self._describe_workers()} on data without a length, whose items "
+                    "depend on "
+                    f"the number of workers:\nresume with {self._describe_workers()} and the same data, or start "
+                    "without resume"
                 )
             if len(set(self.positions)) != 1 or done % self.steps_per_epoch:
                 raise CheckpointError(
-                    f"the checkpoint was written in the middle of an epoch by {self._workers()}:\n"
+                    f"the checkpoint was written in the middle of an epoch by {self._describe_workers()}:\n"
                     "resume with the same number of workers and the same batch size, or from a checkpoint at an "
                     "epoch's end"
                 )
@@ -393,7 +397,7 @@ class Snapshot:
                 "with start_from="
             )
 
-    def _workers(self) -> str:
+    def _describe_workers(self) -> str:
         count = len(self.positions)
         return f"{count} workers" if self.columns == 1 else f"{count} replicas of {self.columns} workers each"
 
@@ -406,7 +410,7 @@ class Snapshot:
         if self.strategy != strategy:  # the average of the weights and the loss scale are the job's, not the strategy's
             self._record_skipped()
             scale = {key: self.shared[key] for key in self.shared if key == loss_scale.KEY}
-            self.shared = weight_average.only(self.shared) | scale
+            self.shared = weight_average.select_average(self.shared) | scale
         if self.strategy != strategy or len(self.own) != workers:
             self.own = {}
         self.strategy = strategy
@@ -424,7 +428,7 @@ class Snapshot:
             self.ring, self.rng = None, {}
         if span.columns == 1 and self.divided:  # the ledgers count the elements in another order
             held = [ledger for _, _, ledger in self.ledgers]
-            self.ledgers, self.divided = ([(0, self.layout.size, union(held))] if held else []), ""
+            self.ledgers, self.divided = ([(0, self.layout.size, merge_ledgers(held))] if held else []), ""
         self.columns, self.steps_per_epoch, self.origin = span.columns, span.steps, span.origin
 
 
@@ -440,7 +444,7 @@ def hash_of(values: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _shapes(layout: Layout) -> dict[str, tuple[int, ...]]:
+def _read_shapes(layout: Layout) -> dict[str, tuple[int, ...]]:
     return {entry.name: entry.shape for entry in layout.entries}
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rayps.tensors.checkpoints.checkpoint_manifest import TensorFacts
 from rayps.tensors.flat import Entry, Layout
-from rayps.tensors.optim import PER_PARAMETER, Moments, ParamState, by_name, elementwise, moments_of
+from rayps.tensors.optim import PER_PARAMETER, Moments, ParamState, is_elementwise, moments_of, split_moments
 
 
 @dataclass(slots=True)
@@ -36,12 +36,12 @@ def entries_of(layout: Layout, ranges: Iterable[tuple[int, int]]) -> list[Entry]
     return [piece for lo, hi in ranges for piece in layout.pieces(lo, hi)]
 
 
-def wanted(
+def list_wanted(
     layout: Layout, ranges: Iterable[tuple[int, int]], contents: Mapping[str, TensorFacts]
 ) -> dict[str, tuple[int, int] | None]:
     """Return what to read of a checkpoint for the elements in `ranges`: see `checkpoint_parts.read_pieces`.
 
-    `contents` has the shapes of the checkpoint's tensors: see `checkpoint_parts.contents`.
+    `contents` has the shapes of the checkpoint's tensors: see `checkpoint_parts.read_contents`.
     """
     whole = {entry.name: entry for entry in layout.entries}
     pieces = {piece.name: piece for piece in entries_of(layout, ranges)}
@@ -62,7 +62,7 @@ def parameter_of(key: str) -> str:
     return rest if kind == "model" else rest.rpartition("/")[0] if kind == "optim" else ""
 
 
-def whole_shapes(layout: Layout, keys: Iterable[str]) -> dict[str, tuple[int, ...]]:
+def find_whole_shapes(layout: Layout, keys: Iterable[str]) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the whole parameters, and of their states, of which the tensors `keys` are pieces."""
     shapes = {entry.name: entry.shape for entry in layout.entries}
     return {key: shapes[parameter_of(key)] for key in keys if parameter_of(key) in shapes}
@@ -77,14 +77,14 @@ def pieces_of(
     `empty`: also return the parameters that have no elements, which are in no range.
     """
     start = {entry.name: entry.lo for entry in layout.entries}
-    tensors, numbers = by_name(moments)
+    tensors, numbers = split_moments(moments)
     found = StatePieces(tensors, {}, numbers)
     for piece in entries_of(layout, ranges):
         offset = piece.lo - start[piece.name]
         found.tensors[f"model/{piece.name}"] = vector[piece.lo : piece.hi].to("cpu", copy=True)
         found.offsets[f"model/{piece.name}"] = offset
         for key, value in moments.get(piece.name, {}).items():
-            if elementwise(key, value, piece.hi - piece.lo):
+            if is_elementwise(key, value, piece.hi - piece.lo):
                 found.offsets[f"optim/{piece.name}/{key}"] = offset
             elif offset:  # the piece at the parameter's begin has this value too
                 found.tensors.pop(f"optim/{piece.name}/{key}", None)
@@ -101,7 +101,7 @@ def fill(layout: Layout, pieces: dict[str, Tensor], vector: Tensor, ranges: Iter
             vector[piece.lo : piece.hi].copy_(pieces[f"model/{piece.name}"].reshape(-1))
 
 
-def moments_in(pieces: dict[str, Tensor], numbers: dict[str, ParamState]) -> Moments:
+def join_moments(pieces: dict[str, Tensor], numbers: dict[str, ParamState]) -> Moments:
     """Return the optimizer's state of pieces, for `SlicedOptimizer.restore`. `numbers` has those of all parameters."""
     names = {name.removeprefix("model/") for name in pieces if name.startswith("model/")}
     return moments_of(pieces, {name: held for name, held in numbers.items() if name in names})

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from rayps.tensors.flat import Layout
-from rayps.tensors.learning_rate import within
+from rayps.tensors.learning_rate import change_factory
 from rayps.tensors.named_parameters import NamedParameters
 from rayps.tensors.optim import Factory
 
@@ -22,7 +22,7 @@ def of_some(factory: Factory, layout: Layout, names: Sequence[str]) -> Factory:
     Placeholders without memory stand for the other parameters, and are removed from the optimizer afterwards. The
     result has the schedule of `factory`, and can be pickled if `factory` can.
     """
-    return within(factory, lambda inner: SubsetFactory(inner, layout, tuple(names)))
+    return change_factory(factory, lambda inner: SubsetFactory(inner, layout, tuple(names)))
 
 
 @dataclass(frozen=True)

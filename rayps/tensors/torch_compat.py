@@ -28,7 +28,7 @@ def spare_compiler() -> None:
     for name in _METHODS:
         method = getattr(vars(Optimizer).get(name), "__wrapped__", None)
         if method is not None and getattr(method, _KEPT, None) is None:
-            setattr(method, _KEPT, _plain(name, method))
+            setattr(method, _KEPT, _avoid_compiler(name, method))
     for kind in vars(torch.optim).values():
         if isinstance(kind, type) and issubclass(kind, Optimizer):
             _spare_in_step(kind)
@@ -38,7 +38,7 @@ def _spare_in_step(kind: type[Optimizer]) -> None:
     """Replace `step` of an optimizer class, unless an optimizer of this class exists already."""
     marked = vars(kind).get("step")
     inner = getattr(marked, "__wrapped__", None)
-    if marked is None or inner is None or getattr(marked, "__code__", None) is not _marking_code():
+    if marked is None or inner is None or getattr(marked, "__code__", None) is not _find_marking_code():
         return
 
     @functools.wraps(inner)
@@ -51,12 +51,12 @@ def _spare_in_step(kind: type[Optimizer]) -> None:
     setattr(kind, "step", step)  # noqa: B010
 
 
-def _marking_code() -> object:
+def _find_marking_code() -> object:
     """Return the code of the function by which torch wraps `step` of its optimizers."""
     return getattr(_use_grad_for_differentiable(lambda self: None), "__code__", None)
 
 
-def _plain(name: str, method: Callable[P, T]) -> Callable[P, T]:
+def _avoid_compiler(name: str, method: Callable[P, T]) -> Callable[P, T]:
     def plain(*args: P.args, **options: P.kwargs) -> T:
         if "torch._dynamo" not in sys.modules:
             return method(*args, **options)

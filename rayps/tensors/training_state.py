@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from rayps.tensors.optim import Moments, ParamState, by_name, moments_of
+from rayps.tensors.optim import Moments, ParamState, moments_of, split_moments
 
 PARAMS, RANDOM = "params", "rng"
 BUFFER, _MEMORY = "buffer/", "memory/"  # prefixes of names of tensors
@@ -33,7 +33,7 @@ class TrainingState:
 
     def named(self) -> tuple[dict[str, Tensor], dict[str, ParamState]]:
         """Return the state's tensors by name, and the optimizer's numbers by parameter. No tensor is copied."""
-        moments, numbers = by_name(self.moments)
+        moments, numbers = split_moments(self.moments)
         tensors = {PARAMS: self.params} | moments
         tensors |= {f"{BUFFER}{name}": value for name, value in self.buffers.items()}
         tensors |= {f"{_MEMORY}{name}": value for name, value in self.memory.items()}

@@ -24,7 +24,7 @@ def refuse_divided(value: Tensor, what: str) -> None:
         raise WorkloadError(f"{what} read a parameter outside of its module's forward:\n{READ_OUTSIDE_WAY}")
 
 
-def checked_loss(loss: object, *, trains: bool = True) -> Tensor:
+def check_loss(loss: object, *, trains: bool = True) -> Tensor:
     """Check a loss, and return it as a tensor with one number.
 
     Raises:

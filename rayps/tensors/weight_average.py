@@ -106,7 +106,7 @@ def update(
             state[PARAMS].lerp_(params.detach().to(state[PARAMS].device), average.weight(count))
         else:
             state[PARAMS] = params.detach().clone()
-        for name, value in _averaged_buffers(buffers, state, first=not count):
+        for name, value in _select_averaged_buffers(buffers, state, first=not count):
             key = f"{BUFFER}{name}"
             new = value.detach()
             state[key] = new.clone() if not count else state[key].lerp(new.to(state[key].device), average.weight(count))
@@ -114,7 +114,7 @@ def update(
     state[STEPS] = torch.tensor(step)
 
 
-def _averaged_buffers(
+def _select_averaged_buffers(
     buffers: Mapping[str, Tensor], state: Mapping[str, Tensor], *, first: bool
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the buffers that have an average. It is decided at the first update, so that later ones wait for no GPU."""
@@ -123,7 +123,7 @@ def _averaged_buffers(
             yield name, value
 
 
-def averaged(
+def read_average(
     average: Average | None, state: Mapping[str, Any], params: Tensor, buffers: Mapping[str, Tensor], step: int
 ) -> tuple[Tensor, dict[str, Tensor]] | None:
     """Return the averages of the parameters [size] and of the buffers, by name, or None if there is no average yet.
@@ -133,7 +133,7 @@ def averaged(
     """
     if average is None:
         return None
-    held = dict(only(state))
+    held = dict(select_average(state))
     if step > int(held.get(STEPS, 0)) and average.due(step):
         if PARAMS in held:
             held[PARAMS] = held[PARAMS].clone()
@@ -156,7 +156,7 @@ def from_json(data: JsonObject | None) -> Average | None:
     return EMA(**numbers) if data["kind"] == "EMA" else SWA(**numbers)
 
 
-def only(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def select_average(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors of the average."""
     return {name: value for name, value in state.items() if name.startswith(PREFIX)}
 
@@ -178,4 +178,4 @@ def mean_of(states: list[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """
     if not states or not all(PARAMS in state for state in states):
         return {}
-    return only(states[0]) | {PARAMS: torch.stack([state[PARAMS] for state in states]).mean(0)}
+    return select_average(states[0]) | {PARAMS: torch.stack([state[PARAMS] for state in states]).mean(0)}

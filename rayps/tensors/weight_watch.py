@@ -47,7 +47,7 @@ class WeightWatch:
             self._move()
         for copy in self._copies:
             copy.take()
-        self._versions = self._counted()
+        self._versions = self._count_writes()
 
     def changed(self) -> str | None:
         """Return the name of a parameter that was changed since `record`, or None if no change was found."""
@@ -55,12 +55,12 @@ class WeightWatch:
             if not copy.is_equal():
                 at = copy.first_changed()
                 return next(entry.name for entry in self._entries if entry.lo <= at < entry.hi)
-        self._whole = self._versions != self._counted() or self._whole
+        self._whole = self._versions != self._count_writes() or self._whole
         return None
 
     def touched(self) -> bool:
         """Return whether a parameter was changed since `record`; in a large vector also if it was only written."""
-        return self._versions != self._counted() or not all(map(_Copy.is_equal, self._copies))
+        return self._versions != self._count_writes() or not all(map(_Copy.is_equal, self._copies))
 
     @contextmanager
     def refusing(self, error: Callable[[str], WorkloadError]) -> Iterator[None]:
@@ -71,7 +71,7 @@ class WeightWatch:
         if name is not None:
             raise error(name)
 
-    def _counted(self) -> list[int]:
+    def _count_writes(self) -> list[int]:
         return [] if self._whole else list(map(_version, self._parameters))
 
     def _move(self) -> None:
@@ -144,7 +144,7 @@ class Maxima(Protocol):
         """Return the largest value over the workers of each element, in the memory of `x`."""
 
 
-def differing(flat: FlatModel, ring: Maxima) -> str | None:
+def find_differing(flat: FlatModel, ring: Maxima) -> str | None:
     """Return the name of a parameter that differs between workers, which make this call together, or None."""
 
     def differ(sums: list[int]) -> list[bool]:
@@ -164,7 +164,7 @@ def check_alike(flat: FlatModel, ring: Maxima) -> None:
     Raises:
         WorkloadError: the workers' parameters differ, because their code has changed them in place, but not alike.
     """
-    name = differing(flat, ring)
+    name = find_differing(flat, ring)
     if name is None:
         return
     raise WorkloadError(
@@ -181,7 +181,7 @@ def _sum(bits: Tensor) -> int:
     return int(bits.sum(dtype=torch.int64)) % (1 << 62)
 
 
-def evaluation_changed(name: str) -> WorkloadError:
+def explain_evaluation_changed(name: str) -> WorkloadError:
     """Return the error for a parameter that the user's `evaluate` has changed in place on one of several workers."""
     return WorkloadError(
         f"evaluate(model, batch) has changed the parameter {name!r} in place, but each worker evaluates other rows, so "
@@ -191,7 +191,7 @@ def evaluation_changed(name: str) -> WorkloadError:
     )
 
 
-def change_lost(who: str, name: str, strategy: str) -> WorkloadError:
+def explain_change_lost(who: str, name: str, strategy: str) -> WorkloadError:
     """Return the error for a parameter that `who` has changed in place under a strategy with servers."""
     return WorkloadError(
         f"{who} has changed the parameter {name!r} in place, but under {strategy} servers hold the parameters, and the "

@@ -50,7 +50,7 @@ class WorkerConnections:
             if self._map is None:
                 # if workers run in step, the pushes of the current round must be retained, whatever their size,
                 # because no worker returns to an earlier round when a server dies
-                keep = max(held.group_replay_bytes, 4 * _bytes(snapshot.layout) if held.in_step else 0)
+                keep = max(held.group_replay_bytes, 4 * _count_bytes(snapshot.layout) if held.in_step else 0)
             self.session = Session(
                 seat.source,
                 seat.space,
@@ -62,16 +62,16 @@ class WorkerConnections:
             )
             self._formation.check()  # after the assignment: an `abort` at the same time hangs it up, or is seen here
         if servers is None:
-            self.ring = self._ring(plan, "data", plan.peers.ring, listener, snapshot, device)
+            self.ring = self._form_ring(plan, "data", plan.peers.ring, listener, snapshot, device)
         else:
             assert self.session is not None, "the plan of a strategy with servers has a seat"
             self.server = GroupServer(self.session)
         if self.ring is not None and self.session is not None:
             self.session.join()
         for axis, addresses in plan.peers.axes.items():
-            self.rings[axis] = self._ring(plan, axis, addresses, listener, snapshot, device)
+            self.rings[axis] = self._form_ring(plan, axis, addresses, listener, snapshot, device)
 
-    def _ring(
+    def _form_ring(
         self, plan: WorkerPlan, axis: str, addresses: list[str], listener: Listener, snapshot: Snapshot, device: str
     ) -> Ring:
         """Form a ring of all ranks that differ from this one along `axis` only."""
@@ -100,8 +100,8 @@ class WorkerConnections:
     def waits(self, plan: WorkerPlan) -> dict[str, float]:
         """Return the seconds waited for each peer in this generation, also in the background, by the peer's name."""
         found: dict[str, float] = {}
-        for axis, ring in self._rings().items():
-            for name, seconds in zip(_names(plan, axis), ring.waits, strict=True):
+        for axis, ring in self._list_rings().items():
+            for name, seconds in zip(_list_names(plan, axis), ring.waits, strict=True):
                 found[name] = found.get(name, 0.0) + seconds
         if self.session is not None:
             found[SERVERS] = self.session.seconds_waiting
@@ -110,13 +110,13 @@ class WorkerConnections:
     def lines(self, plan: WorkerPlan) -> dict[str, LineFacts]:
         """Return what the kernel counts for the TCP connections of this generation, by the peer's name."""
         found = {} if self.session is None else self.session.lines
-        for axis, ring in self._rings().items():
-            names = _names(plan, axis)
+        for axis, ring in self._list_rings().items():
+            names = _list_names(plan, axis)
             for rank, line in ring.lines.items():
                 found[names[rank]] = line.plus(found[names[rank]]) if names[rank] in found else line
         return found
 
-    def _rings(self) -> dict[str, Ring]:
+    def _list_rings(self) -> dict[str, Ring]:
         return dict(self.rings) if self.ring is None else {"data": self.ring, **self.rings}
 
     def rewire(self, found: SpaceMap) -> None:
@@ -149,7 +149,7 @@ class WorkerConnections:
 
     def close(self) -> None:
         """Close all connections, after the plan's thread has ended."""
-        for each in self._all():
+        for each in self._list_all():
             each.close()
 
     def steps(self) -> tuple[int, int]:
@@ -161,14 +161,14 @@ class WorkerConnections:
         marks = [self.server.step] if self.session is None else self.session.join().values()
         return min(marks), max(marks)
 
-    def _all(self) -> list[Ring | GroupServer | Session]:
+    def _list_all(self) -> list[Ring | GroupServer | Session]:
         return [each for each in (self.ring, *self.rings.values(), self.server, self.session) if each is not None]
 
 
-def _names(plan: WorkerPlan, axis: str) -> list[str]:
+def _list_names(plan: WorkerPlan, axis: str) -> list[str]:
     """Return the names of the workers of the ring along `axis`, in the order of the ring's ranks."""
     return [f"worker-{rank}" for rank in plan.grid.along(axis, plan.rank)]
 
 
-def _bytes(layout: Layout) -> int:
+def _count_bytes(layout: Layout) -> int:
     return layout.size * layout.dtype.itemsize

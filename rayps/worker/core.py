@@ -29,16 +29,16 @@ from rayps.core.strategy.strategy import RoundMemory
 from rayps.data.base import Batch, Data, Nested
 from rayps.tensors import optim
 from rayps.tensors.clip import NormClip
-from rayps.tensors.finite import gradient_fault
+from rayps.tensors.finite import find_gradient_fault
 from rayps.tensors.flat import FlatModel, Gradient, Layout
 from rayps.tensors.learning_rate import Ticks, pace_of, recipe_of
-from rayps.tensors.user_loss import checked_loss
+from rayps.tensors.user_loss import check_loss
 from rayps.worker.connections import WorkerConnections
 from rayps.worker.exchange.step_scaling import StepScaling
 from rayps.worker.members import make_members
 from rayps.worker.plan import WorkerPlan
 from rayps.worker.privacy import Privacy, make_privacy
-from rayps.worker.rows.evaluation_batches import EvaluationFacts, bounded
+from rayps.worker.rows.evaluation_batches import EvaluationFacts, bound_batches
 from rayps.worker.rows.make_stream import make_stream
 from rayps.workload.accumulate import Ready, StepLoss
 from rayps.workload.base import Workload, evaluates_training_data
@@ -119,11 +119,11 @@ class Worker:
         self.log = RoundLog()
         self.scaling = StepScaling(workload.precision)
         self.batches = make_stream(workload, plan)
-        self.part: ModelPart = self._model_part(peers)
+        self.part: ModelPart = self._make_model_part(peers)
         self.flat = (vectors or VectorMemory()).flatten(self.part)
         self.clip = NormClip(workload.clip_norm, peers.rings.values(), measures=True)
         self.clip.share = self.rank, self.size
-        self.local: WorkerOptimizer | None = self._optimizer() if steps else None
+        self.local: WorkerOptimizer | None = self._make_optimizer() if steps else None
         self.meter = Meter(list(peers.rings.values()))
         self.privacy: Privacy | None = make_privacy(self)  # makes the sums of a step's rows private; None without it
         self.members = make_members(self, peers)  # decides whose gradients count; None: those of all workers
@@ -202,7 +202,7 @@ class Worker:
             TrainingError: the loss or the gradient is not finite.
             WorkloadError: the user's loss failed or is neither a scalar nor a pair (sum, weight).
         """
-        return self._settled(self._gradient(batch)[0])
+        return self._settle(self._compute_gradient(batch)[0])
 
     def step(self, grad: Gradient | Tensor) -> None:
         """Apply a gradient with this worker's optimizer, clipped to the workload's `clip_norm`.
@@ -248,7 +248,7 @@ class Worker:
 
     def own_loss(self) -> float:
         """Return the mean loss of this worker's model over all of the evaluation data."""
-        result = evaluated(self, whole=True).get("loss", Total(math.nan, 1)).result
+        result = evaluate_share(self, whole=True).get("loss", Total(math.nan, 1)).result
         return math.nan if result is None else result
 
     # ---- reports
@@ -263,7 +263,7 @@ class Worker:
 
     # ---- for subclasses
 
-    def _gradient(self, batch: Batch, early: EarlyGradient | None = None) -> tuple[Gradient, list[bool]]:
+    def _compute_gradient(self, batch: Batch, early: EarlyGradient | None = None) -> tuple[Gradient, list[bool]]:
         """Return the gradient as `grad` does, and for each parameter whether backward has computed a gradient.
 
         If the gradient has overflowed in fp16, `scaling.overflow` is true, and the gradient is that of no sample.
@@ -272,7 +272,7 @@ class Worker:
         Raises ConfigError under privacy, because the gradient has no noise.
         """
         if self.privacy is not None:
-            raise gradient_without_noise("push_grad" if self.local is None else "mean_grad")
+            raise explain_missing_noise("push_grad" if self.local is None else "mean_grad")
         with self.meter.computing():
             self.flat.drop_grad()
             gradient = Gradient(self.flat.packed, batch.size)
@@ -289,7 +289,7 @@ class Worker:
             used = [p.grad is not None for p in self.flat.parameters]
             self.flat.collect_grad()
             if gradient.samples:
-                fault = gradient_fault(self.flat)
+                fault = find_gradient_fault(self.flat)
                 if fault is not None and self.scaling.may_skip:
                     self.scaling.overflow = True
                     gradient.packed.zero_()
@@ -301,9 +301,9 @@ class Worker:
     def _backward(self, batch: Batch, ready: Ready | None = None) -> StepLoss:
         factor = self.scaling.factor
         found = self.part.backward(batch, self.position - 1, self._check, ready=ready, scale=factor)
-        return self._recorded(found, batch)
+        return self._record_loss(found, batch)
 
-    def _recorded(self, found: StepLoss, batch: Batch) -> StepLoss:
+    def _record_loss(self, found: StepLoss, batch: Batch) -> StepLoss:
         """Record the loss of a step in the meter, and return it. Raises WorkloadError if a frozen layer has thawed."""
         self.flat.refuse_thawed()
         self.batches.weight = found.weight
@@ -320,7 +320,7 @@ class Worker:
                 if p.grad is not None:
                     p.grad.mul_(factor)
 
-    def _settled(self, gradient: Gradient) -> Gradient:
+    def _settle(self, gradient: Gradient) -> Gradient:
         """Return this worker's own gradient, after a decision about its step that concerns no other worker."""
         overflow = self.scaling.overflow
         if gradient.samples or overflow:
@@ -346,7 +346,7 @@ class Worker:
 
     def _check(self, loss: Nested) -> float:
         at = self.position - 1
-        return loss_value(loss, self.plan.rank, at, self.batches.epoch_of(at)[0])
+        return read_loss(loss, self.plan.rank, at, self.batches.epoch_of(at)[0])
 
     def _must_be_finite(self, rank: int, parameter: str | None) -> None:
         """Raise TrainingError if `parameter` is not None, or if a table row's gradient on this worker is not finite.
@@ -356,20 +356,20 @@ class Worker:
         row = None if parameter is not None or self.tables is None else self.tables.gradient_fault()
         if parameter is not None or row is not None:
             at = self.position - 1
-            raise gradient_error(rank, parameter, row, at, self.batches.epoch_of(at)[0], self.meter.growth)
+            raise explain_gradient(rank, parameter, row, at, self.batches.epoch_of(at)[0], self.meter.growth)
 
-    def _optimizer(self) -> WorkerOptimizer:
+    def _make_optimizer(self) -> WorkerOptimizer:
         factory = self.part.factory(recipe_of(self.workload, self.plan.lr_factor))
         return LocalOptimizer(factory, self.flat, self.clip, Ticks(self.plan.origin, self.batches.steps_per_epoch))
 
-    def _new_model(self) -> nn.Module:
+    def _make_model(self) -> nn.Module:
         """Return a model whose parameters are loaded next. Raises WorkloadError if the user's code fails."""
         return model_of(self.workload)
 
-    def _model_part(self, peers: WorkerConnections) -> ModelPart:
+    def _make_model_part(self, peers: WorkerConnections) -> ModelPart:
         plan, workload = self.plan, self.workload
         if plan.division is None:
-            model = plan.strategy.split(self._new_model().to(self.device), peers.ring)
+            model = plan.strategy.split(self._make_model().to(self.device), peers.ring)
             blocks = checkpoint_activations(model, workload.checkpoint_activations, workload.compile, self.device)
             if blocks and not plan.rank:
                 message = f"the activations of {len(blocks)} modules ({named_briefly(blocks)}) are computed again"
@@ -462,18 +462,18 @@ class LocalOptimizer:
         if not flat.parameters:
             return  # this worker owns no parameters
         if self._only_reads is None:  # the first step tests this, on a copy of the gradient
-            self._only_reads = steps_by_reading(self.optimizer, flat.parameters)
+            self._only_reads = step_and_compare(self.optimizer, flat.parameters)
             return
         with user_code("optimizer.step"):
             self.optimizer.step()
 
     def moments(self) -> optim.Moments:
         """Return a dict from a parameter's name to its optimizer state, as copies on the CPU."""
-        return optim.moments(self.optimizer, self._flat.layout, self._flat.parameters)
+        return optim.copy_moments(self.optimizer, self._flat.layout, self._flat.parameters)
 
     def load(self, moments: optim.Moments) -> None:
         """Restore the state that `moments` returned. The state of an optimizer of another kind is dropped."""
-        fitting = optim.fitting(moments, self.optimizer)
+        fitting = optim.select_fitting(moments, self.optimizer)
         optim.load(self.optimizer, fitting, self._flat.layout, self._flat.parameters)
 
     def tensors(self) -> list[Tensor]:
@@ -499,7 +499,7 @@ class LocalOptimizer:
         self.optimizer.state.clear()
 
 
-def steps_by_reading(optimizer: Optimizer, params: Sequence[nn.Parameter]) -> bool:
+def step_and_compare(optimizer: Optimizer, params: Sequence[nn.Parameter]) -> bool:
     """Take a step, and return whether this step and all later steps leave the gradients unchanged.
 
     Return True only if this step left them unchanged and the optimizer is one of torch's, without hooks. An optimizer
@@ -655,7 +655,7 @@ class RoundLog:
 # ---- evaluation and errors
 
 
-def evaluated(w: Worker, *, whole: bool = False) -> Totals:
+def evaluate_share(w: Worker, *, whole: bool = False) -> Totals:
     """Evaluate the model over this worker's share of the evaluation data, or over all of it if `whole`.
 
     `evaluation_batches` of the workload and of the plan bound the batches; `rayps.worker.rows.evaluation_batches` has
@@ -668,7 +668,7 @@ def evaluated(w: Worker, *, whole: bool = False) -> Totals:
     with evaluating(w.flat.model), torch.no_grad(), user_code("evaluate"):
         data = w.workload.evaluation_data()
         batches = data.batches(rank=rank, size=size, seed=w.plan.seed, epoch=0)
-        for batch in bounded(batches, evaluation_facts(w, data, whole=whole), w.plan.timeout):
+        for batch in bound_batches(batches, collect_evaluation_facts(w, data, whole=whole), w.plan.timeout):
             if batch.size:
                 with user_code("evaluate"):  # each batch is a call of its own for the time limit
                     found = w.part.evaluate(batch.to(w.device))
@@ -676,7 +676,7 @@ def evaluated(w: Worker, *, whole: bool = False) -> Totals:
     return totals
 
 
-def evaluation_facts(w: Worker, data: Data, *, whole: bool) -> EvaluationFacts:
+def collect_evaluation_facts(w: Worker, data: Data, *, whole: bool) -> EvaluationFacts:
     """Return the facts that bound an evaluation of a worker on `data`, of its share or, if `whole`, of all of it."""
     passes = w.batches.pass_
     limits = [most for most in (w.plan.evaluation.batches, w.workload.evaluation_batches) if most is not None]
@@ -690,14 +690,14 @@ def evaluation_facts(w: Worker, data: Data, *, whole: bool) -> EvaluationFacts:
     )
 
 
-def loss_value(loss: object, rank: int, round: int, epoch: int) -> float:
+def read_loss(loss: object, rank: int, round: int, epoch: int) -> float:
     """Return the user's loss as a number.
 
     Raises:
-        WorkloadError: `checked_loss` refuses the loss.
+        WorkloadError: `check_loss` refuses the loss.
         TrainingError: the loss is not finite.
     """
-    value = float(checked_loss(loss, trains=False).item())  # whether it has a gradient was checked before
+    value = float(check_loss(loss, trains=False).item())  # whether it has a gradient was checked before
     if not math.isfinite(value):
         raise TrainingError(
             f"the loss became {value} on worker-{rank} at round {round} (epoch {epoch + 1}):\n"
@@ -708,7 +708,7 @@ def loss_value(loss: object, rank: int, round: int, epoch: int) -> float:
     return value
 
 
-def gradient_without_noise(way: str) -> ConfigError:
+def explain_missing_noise(way: str) -> ConfigError:
     """Return the error for a gradient that a strategy asks for under privacy. `way`: the method that adds noise."""
     return ConfigError(
         f"under privacy a strategy's round calls w.{way}(batch), which clips the gradient of each row and adds noise, "
@@ -724,7 +724,7 @@ _NO_DERIVATIVE = (
 )
 
 
-def gradient_error(
+def explain_gradient(
     rank: int, parameter: str | None, row: tuple[str, int] | None, round: int, epoch: int, growth: str | None = None
 ) -> TrainingError:
     """Return the error for a gradient that is not finite: of `parameter`, or of `row` = (table, id).

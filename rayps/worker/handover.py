@@ -67,7 +67,7 @@ def hand_over(plan: Continuation, rank: int, base: Snapshot, held: HeldState | N
     root = plan.holders[0]
     state = None if rank != root else _state_of(mine.on(base)) if mine is not None else None
     received = _broadcast(ring, root, state)
-    return mine.on(base) if mine is not None else _received(received, base)
+    return mine.on(base) if mine is not None else _read_received(received, base)
 
 
 def _state_of(snapshot: Snapshot) -> SavedState:
@@ -75,7 +75,7 @@ def _state_of(snapshot: Snapshot) -> SavedState:
     return snapshot.without_frozen().to_state()
 
 
-def _received(state: SavedState, base: Snapshot) -> Snapshot:
+def _read_received(state: SavedState, base: Snapshot) -> Snapshot:
     found = Snapshot.from_state(state)
     changed = found.buffers
     found.buffers, found.frozen, found.frozen_hash = base.buffers | changed, base.frozen, base.frozen_hash

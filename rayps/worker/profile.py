@@ -58,7 +58,7 @@ class RoundTrace:
             self._profile = profile(
                 activities=activities,
                 schedule=schedule(wait=plan.wait, warmup=plan.warmup, active=plan.active, repeat=1),
-                on_trace_ready=self._ready,
+                on_trace_ready=self._deliver_trace,
                 experimental_config=_ExperimentalConfig(profile_all_threads=all_threads),
             )
             self._profile.start()
@@ -75,7 +75,7 @@ class RoundTrace:
         self._profile.stop()
         self._end()
 
-    def _ready(self, found: profile) -> None:
+    def _deliver_trace(self, found: profile) -> None:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "trace.json"
             found.export_chrome_trace(str(path))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rayps.comm.ring import Ring
-from rayps.comm.ring.compressed_mean import CompressedRing, compressed
+from rayps.comm.ring.compressed_mean import CompressedRing, choose_compressed_ring
 from rayps.core.job.records import Event
 from rayps.core.strategy.strategy import RoundMemory
 from rayps.core.strategy.topology import compression_in
@@ -43,12 +43,12 @@ class BackgroundMeans:
     def mean(self, vector: Tensor, samples: float = 1.0, *, exact: bool = False) -> Tensor:
         """Return the mean of a vector over workers: see `WorkerView.mean`. Raises LinkError if a connection fails."""
         if not exact and self._slots is not None:
-            return self._slots[0].mean(Gradient(_packed(vector), samples))
+            return self._slots[0].mean(Gradient(_pack(vector), samples))
         wide = torch.promote_types(vector.dtype, torch.float32)  # half precision cannot represent a number of samples
-        parcel = _packed(vector, wide)
+        parcel = _pack(vector, wide)
         self._ring.mean(Gradient(parcel, samples))
         if not parcel[-1].item():  # no worker has samples, such as if all have skipped their steps
-            parcel = _packed(vector, wide)
+            parcel = _pack(vector, wide)
             self._ring.mean(parcel[:-1])
         return parcel[:-1].to(vector.dtype)
 
@@ -60,16 +60,16 @@ class BackgroundMeans:
         weighted by samples nor the number of samples.
         """
         if self._slots is not None:
-            parcel = _packed(vector)
-            self._slot(slot).mean_async(Gradient(parcel, samples))
+            parcel = _pack(vector)
+            self._open_slot(slot).mean_async(Gradient(parcel, samples))
         else:
-            parcel = _packed(vector, torch.promote_types(vector.dtype, torch.float32))
+            parcel = _pack(vector, torch.promote_types(vector.dtype, torch.float32))
             parcel[:-1].mul_(samples) if samples else parcel.zero_()
             parcel[-1] = samples
             self._ring.sum_async(parcel)
         return parcel
 
-    def _slot(self, slot: int) -> CompressedRing:
+    def _open_slot(self, slot: int) -> CompressedRing:
         assert self._slots is not None
         return self._slots.setdefault(slot, self._slots[0].another())
 
@@ -99,7 +99,7 @@ class BackgroundMeans:
         for name in held:
             del memory[f"{_FEEDBACK}{name}"]
         for slot in {name.partition("/")[0] for name in held} if self._slots is not None else ():
-            self._slot(int(slot)).restore(below(f"{slot}/", held))
+            self._open_slot(int(slot)).restore(below(f"{slot}/", held))
 
 
 class RingWorker(Worker):
@@ -119,11 +119,11 @@ class RingWorker(Worker):
         ring = peers.ring
         assert ring is not None, "a family without servers uses a ring"
         self.meter.sources.append(traffic_of(ring))
-        self.log.choices += ring_choices(plan, peers)
+        self.log.choices += list_ring_choices(plan, peers)
         sent: Ring | CompressedRing = ring
         compression = compression_in(plan.strategy)
         if compression is not None:
-            sent, choice = compressed(ring, compression, Gradient(self.flat.packed, 0))
+            sent, choice = choose_compressed_ring(ring, compression, Gradient(self.flat.packed, 0))
             self.log.choices += [choice] if plan.rank == 0 else []
         self.means = BackgroundMeans(ring, sent)
         self.flags = StepFlags()  # exchanged by `mean_grad`
@@ -146,9 +146,9 @@ class RingWorker(Worker):
         move these parameters by momentum and, in shared memory, overwrite other workers' writes.
         """
         self._refuse_other_exchange()
-        gradient, used = self._gradient(batch)
-        self._skip(_unmarked(used))
-        return self._settled(gradient)
+        gradient, used = self._compute_gradient(batch)
+        self._skip(_find_unmarked(used))
+        return self._settle(gradient)
 
     def mean_grad(self, batch: Batch) -> Tensor:
         """Return `ring.mean(grad(batch))`, read-only. The next `step` skips the parameters that no rank used.
@@ -170,7 +170,7 @@ class RingWorker(Worker):
     def _average_gradients(self, batch: Batch) -> Tensor:
         """Return the mean gradient of all workers: see `mean_grad`."""
         if self.privacy is not None:
-            return self._private_mean(batch, self.privacy)
+            return self._average_private(batch, self.privacy)
         gradient, own = self.compute_marked(batch)
         if self.scaling.scale is not None:  # before the mean, because a compressed mean of a skipped step has no sense
             self.receive_marks(self.ring.max(own))
@@ -188,7 +188,7 @@ class RingWorker(Worker):
 
         The marks (uint8) are: for each parameter whether backward has computed a gradient, then the flags of the step.
         """
-        gradient, used = self._gradient(batch)
+        gradient, used = self._compute_gradient(batch)
         if self.scaling.overflow:
             self.flags.state(OVERFLOW)
         return gradient, with_flags(used, self.flags)
@@ -198,9 +198,9 @@ class RingWorker(Worker):
         self.flags.receive(marks[-COUNT:])
         if self.scaling.scale is not None:
             self._decide(self.flags.stated(OVERFLOW), all_ranks=True)
-        self._skip(_unmarked(marks[:-COUNT].tolist()))
+        self._skip(_find_unmarked(marks[:-COUNT].tolist()))
 
-    def _private_mean(self, batch: Batch, privacy: Privacy) -> Tensor:
+    def _average_private(self, batch: Batch, privacy: Privacy) -> Tensor:
         total = privacy.part(batch)
         self.means.exact_ring.sum(total)
         self._skip(())
@@ -278,12 +278,12 @@ def of_first_rank(ring: Ring, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: ring.broadcast(value.detach().clone()) for name, value in tensors.items()}
 
 
-def gradient_memory(ring: Ring, device: str) -> Memory | None:
+def find_gradient_memory(ring: Ring, device: str) -> Memory | None:
     """Return what allocates a gradient vector in memory of the ring, or None if the ring has no memory on `device`."""
     return ring.memory(Device.of(device).place)
 
 
-def ring_choices(plan: WorkerPlan, peers: WorkerConnections) -> list[Event]:
+def list_ring_choices(plan: WorkerPlan, peers: WorkerConnections) -> list[Event]:
     """Return events with the algorithms that this worker's rings have chosen.
 
     Only the first rank of a ring returns them.
@@ -301,11 +301,11 @@ def ring_choices(plan: WorkerPlan, peers: WorkerConnections) -> list[Event]:
     return ([{"kind": "rings", "rings": tables}] if tables else []) + (events if plan.rank == 0 else [])
 
 
-def _packed(vector: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+def _pack(vector: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     packed = torch.empty(vector.numel() + 1, dtype=dtype or vector.dtype, device=vector.device)
     packed[:-1].copy_(vector)
     return packed
 
 
-def _unmarked(marks: Sequence[int]) -> list[int]:
+def _find_unmarked(marks: Sequence[int]) -> list[int]:
     return [i for i, marked in enumerate(marks) if not marked]

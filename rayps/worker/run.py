@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rayps.comm.link import Listener
 from rayps.core.job.records import Point
-from rayps.core.job.user_code import Call, lacks_memory, placed, too_large, under_way
+from rayps.core.job.user_code import Call, add_place, find_call, lacks_memory, too_large
 from rayps.core.metrics import Totals
 from rayps.core.rows.leases import RowLease
 from rayps.core.rows.row_shares import RowShares
@@ -138,7 +138,7 @@ class GenerationRun:
     @property
     def call(self) -> Call | None:
         """The call of the user's code in the run's thread that has not returned, or None if there is none."""
-        return None if self._thread is None else under_way(self._thread.ident)
+        return None if self._thread is None else find_call(self._thread.ident)
 
     @property
     def position(self) -> int:
@@ -283,7 +283,7 @@ class GenerationRun:
             status, error = "failed", raised
         # a bug of rayps or a library: report the error to the driver instead of hanging
         except BaseException as raised:
-            status, error = "failed", _failure(f"worker-{plan.rank}", raised)
+            status, error = "failed", _explain_failure(f"worker-{plan.rank}", raised)
         if not self._stop.is_set():
             self._account.enter("idle" if error is None and not run.paused else "recovery")
         with self._lock:
@@ -571,11 +571,11 @@ def at_worker(error: UserError, rank: int, round: int) -> RaypsError:
     if "rank" in error.data:
         return error
     return type(error)(
-        placed(error.message, f"on worker-{rank} at round {round}"), **error.data | {"rank": rank, "round": round}
+        add_place(error.message, f"on worker-{rank} at round {round}"), **error.data | {"rank": rank, "round": round}
     )
 
 
-def _failure(name: str, error: BaseException) -> RaypsError:
+def _explain_failure(name: str, error: BaseException) -> RaypsError:
     if lacks_memory(error):
         return too_large(name, error)
     log.exception("%s failed", name)

@@ -7,7 +7,7 @@ import time
 
 from rayps.core.time.machine_waits import MachineWaits, ThreadWaits
 from rayps.core.time.member_times import LineFacts, MemberTimes
-from rayps.core.time.time_account import AccountTurn, TimeAccount, named_waits
+from rayps.core.time.time_account import AccountTurn, TimeAccount, name_waits
 from rayps.worker.connections import WorkerConnections
 from rayps.worker.plan import WorkerPlan
 
@@ -92,6 +92,6 @@ class WorkerTimes:
             for peer, line in self._connections.lines(self._plan).items():
                 here = line.since(self._begin.get(peer, LineFacts()))
                 lines[peer] = here.after(self._lines.get(peer, LineFacts()))
-        found = MemberTimes.of(named_waits(self.account.seconds(), self._waits), machine, lines)
+        found = MemberTimes.of(name_waits(self.account.seconds(), self._waits), machine, lines)
         self._newest = MemberTimes(found.parts, found.waits, machine, lines, self._rounds)
         return self._newest

@@ -31,8 +31,8 @@ from torch import Tensor, nn
 from rayps.core.job.user_code import lacks_memory, user_code
 from rayps.data.base import Batch
 from rayps.data.single_rows import row_of, rows_of, tensors_of, with_tensors
-from rayps.tensors.flat import dense
-from rayps.tensors.user_loss import checked_loss
+from rayps.tensors.flat import make_dense
+from rayps.tensors.user_loss import check_loss
 from rayps.workload.base import Workload
 from rayps.workload.model_part import ModelPart
 from rayps.workload.precision import autocast
@@ -120,7 +120,7 @@ class ClippedSum:
             for scale in self._scales:
                 found = torch.autograd.grad(self._loss(one) * scale, self._part.parameters, allow_unused=True)
                 pairs = zip(found, self._part.parameters, strict=True)
-                rows = [(torch.zeros_like(p) if g is None else dense(g) / scale)[None] for g, p in pairs]
+                rows = [(torch.zeros_like(p) if g is None else make_dense(g) / scale)[None] for g, p in pairs]
                 if self._clip_and_add(rows, total).all():
                     break
 
@@ -214,7 +214,7 @@ def mean_loss(workload: Workload, model: nn.Module, batch: Batch) -> Tensor:
             "loss(model, batch) returned a pair (sum, weight), and privacy needs the loss of single rows: return the "
             "mean over the rows of the batch"
         )
-    return checked_loss(given, trains=False)
+    return check_loss(given, trains=False)
 
 
 def _norms(gradients: list[Tensor], dtype: torch.dtype) -> Tensor:

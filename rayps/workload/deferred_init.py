@@ -30,14 +30,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from rayps.core.strategy.costs import amount
+from rayps.core.strategy.costs import format_bytes
 from rayps.workload.base import Workload
 from rayps.workload.model import model_of
 
 _REPLACING = threading.RLock()  # held while a function of torch is replaced
 MOST_DATA = 64 << 20  # the most bytes of data, as opposed to random numbers and formulas, in a recorded model
 _TOO_MUCH = (
-    f"it makes tensors from more than {amount(MOST_DATA)} of data, such as of files, which every process would hold as "
+    f"it makes tensors from more than {format_bytes(MOST_DATA)} of data, such as of files, which every process would "
+    "hold as "
     "a whole"
 )
 _META, _CPU = torch.device("meta"), torch.device("cpu")

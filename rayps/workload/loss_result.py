@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rayps.core.job.records import ROUND_FIELDS
 from rayps.core.metrics import Totals
-from rayps.tensors.user_loss import OWN_LOOP_WAY, checked_loss
+from rayps.tensors.user_loss import OWN_LOOP_WAY, check_loss
 from rayps.workload.metric_values import Metric, totals_of
 
 _TAKEN = ROUND_FIELDS | {"skipped", "loss_scale"}  # names of a round's own metrics and facts
@@ -67,8 +67,8 @@ def loss_result(given: object, rows: int, *, trains: bool = True) -> LossResult:
         given = given["loss"]
     if isinstance(given, tuple) and len(given) == 2:
         weight = _weight(given[1])
-        return LossResult(checked_loss(given[0], trains=trains and weight > 0), weight, metrics)
-    return LossResult(checked_loss(given, trains=trains), None, metrics)
+        return LossResult(check_loss(given[0], trains=trains and weight > 0), weight, metrics)
+    return LossResult(check_loss(given, trains=trains), None, metrics)
 
 
 def is_pair(found: LossResult, before: bool | None) -> bool:

@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from rayps.core.job.user_code import user_code
 from rayps.data.pass_random import GLOBAL_RANDOM
-from rayps.tensors.flat import FlatModel, outside_vector
+from rayps.tensors.flat import FlatModel, find_outside_vector
 from rayps.tensors.snapshot import Snapshot, hash_of
 from rayps.workload.base import Workload
 
@@ -73,7 +73,7 @@ def drawn(workload: Workload, seed: int) -> Snapshot:
     The state does not depend on the strategy or the number of workers.
     """
     model = seeded_model(workload, seed)
-    buffers = {name: value.clone() for name, value in outside_vector(model).items()}
+    buffers = {name: value.clone() for name, value in find_outside_vector(model).items()}
     frozen = frozenset(name for name, p in model.named_parameters() if not p.requires_grad)
     of_frozen = hash_of({name: buffers[name] for name in frozen})
     flat = FlatModel(model)

@@ -19,7 +19,7 @@ from rayps.core.job.user_code import user_code
 from rayps.core.metrics import Total, Totals
 from rayps.data.base import Batch
 from rayps.data.pass_random import GLOBAL_RANDOM
-from rayps.tensors.flat import Layout, outside_vector
+from rayps.tensors.flat import Layout, find_outside_vector
 from rayps.tensors.optim import Factory
 from rayps.tensors.user_loss import check_dtypes, dtypes_of
 from rayps.workload.accumulate import Check, MicroBatchGradients, Ready, StepLoss, accumulate, each_micro_batch
@@ -96,7 +96,7 @@ class Whole:
     @property
     def beside(self) -> dict[str, Tensor]:
         """A dict from the name of each buffer, and of each parameter that needed no gradient, to its tensor."""
-        return {name: value for name, value in outside_vector(self.module).items() if name not in self._trained}
+        return {name: value for name, value in find_outside_vector(self.module).items() if name not in self._trained}
 
     def refresh(self) -> None:
         """Do nothing, because the whole model borrows no parameter."""

@@ -457,7 +457,7 @@ def test_a_waiting_job_costs_metrics_nothing(site: Site, monkeypatch: pytest.Mon
     started = site.add()
     site.start(started)
     rows, folders = [], []
-    monkeypatch.setattr(store, "_record", lambda row: rows.append(row))
+    monkeypatch.setattr(store, "_read_record", lambda row: rows.append(row))
     monkeypatch.setattr(Service, "progress", lambda self, job: folders.append(job))
     try:
         asyncio.run_coroutine_threadsafe(routes_root.prometheus(site.service), site.loop).result(60)

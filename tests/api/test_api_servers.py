@@ -16,15 +16,15 @@ from rayps_client.errors import ClusterError, ConfigError, Conflict, NotFound
 from service_site import Site
 
 from rayps.cli import main as cli
-from rayps.cli.servers import server_count
+from rayps.cli.servers import parse_server_count
 from rayps.cluster.local import surrounding
 from rayps.core.job.job_status import Status
 from rayps.service import drivers as drivers_module
 from rayps.service import groups as groups_module
 from rayps.service.client import Client
-from rayps.service.groups import manager_name
+from rayps.service.groups import name_manager
 from rayps.service.plan import Dependencies, EndJob, OpenJob, SetReason, Start, plan
-from rayps.service.remote_group import summary
+from rayps.service.remote_group import summarize
 from rayps.strategies.job import JobSpec
 
 GROUPS = "/api/v1/server-groups"
@@ -87,10 +87,10 @@ def test_a_group_is_started_shown_resized_drained_and_stopped(site: Site, client
         group.drain("server-9")
     with pytest.raises(Conflict, match="already"):
         client.start_servers("shared")
-    manager = place.threads.find(manager_name("shared")).actor  # type: ignore[union-attr]
+    manager = place.threads.find(name_manager("shared")).actor  # type: ignore[union-attr]
     assert group.stop().data["status"] == "stopping"
     group.wait(10)
-    assert manager.stopped and place.threads.find(manager_name("shared")) is None
+    assert manager.stopped and place.threads.find(name_manager("shared")) is None
     assert client.server_groups() == [] and not (site.settings.servers_dir / "shared").exists()
     with pytest.raises(NotFound, match="there is none yet; start one with `rayps servers start"):
         client.servers("shared")
@@ -99,12 +99,12 @@ def test_a_group_is_started_shown_resized_drained_and_stopped(site: Site, client
 def test_a_group_with_a_range_and_with_a_number_that_stays(site: Site, client: Client, place: ThreadPlace) -> None:
     group = client.start_servers("shared", servers=(2, 6), cpus=0.5).wait(10)
     assert (group.data["wanted"], group.data["range"], group.data["pinned"]) == (2, [2, 6], False)
-    assert summary(group.data) == "ready, 2 of 2 servers (2 to 6 by load)"
-    manager = place.threads.find(manager_name("shared")).actor  # type: ignore[union-attr]
+    assert summarize(group.data) == "ready, 2 of 2 servers (2 to 6 by load)"
+    manager = place.threads.find(name_manager("shared")).actor  # type: ignore[union-attr]
     assert manager.options == {"silence": 10.0, "cpus": 0.5}
     group.resize(4).wait(10)
     assert (group.data["wanted"], group.data["range"], group.data["pinned"]) == (4, [2, 6], True)
-    assert "(fixed by a call)" in summary(group.data) and client.server_groups()[0]["pinned"]
+    assert "(fixed by a call)" in summarize(group.data) and client.server_groups()[0]["pinned"]
     assert json.loads((site.settings.servers_dir / "shared" / "wanted.json").read_text())["most"] == 6
     group.resize((3, 5)).wait(10)
     assert (group.data["wanted"], group.data["range"], group.data["pinned"]) == (4, [3, 5], False)
@@ -113,7 +113,7 @@ def test_a_group_with_a_range_and_with_a_number_that_stays(site: Site, client: C
     with pytest.raises(ConfigError, match="the least and the most, such as"):
         group.resize((1, 2, 3))  # type: ignore[arg-type]
     client.start_servers("usual").wait(10)
-    manager = place.threads.find(manager_name("usual")).actor  # type: ignore[union-attr]
+    manager = place.threads.find(name_manager("usual")).actor  # type: ignore[union-attr]
     assert manager.options == {"silence": 10.0, "cpus": 0.0}  # jobs may need all CPUs of the service's own Ray
 
 
@@ -122,10 +122,10 @@ def test_a_group_with_a_range_and_with_a_number_that_stays(site: Site, client: C
 )
 def test_servers_on_the_command_line(text: str, expected: Any) -> None:
     if expected is not None:
-        assert server_count(text) == expected
+        assert parse_server_count(text) == expected
         return
     with pytest.raises(ConfigError, match=r"write a number such as 3, or a range such as 2\.\.8"):
-        server_count(text)
+        parse_server_count(text)
 
 
 BAD = [
@@ -154,7 +154,7 @@ def test_a_manager_that_does_not_answer_in_time_is_a_conflict(
     client: Client, place: ThreadPlace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group = client.start_servers("shared", servers=3, replicas=1).wait(10)
-    manager = until(lambda: place.threads.find(manager_name("shared")), "a manager")
+    manager = until(lambda: place.threads.find(name_manager("shared")), "a manager")
     monkeypatch.setattr(groups_module, "_ANSWER_SECONDS", 0.2)
     manager.call("be_slow", 2.0).result(60)
     with pytest.raises(Conflict, match=r"its manager has not answered within 0\.2 s"):
@@ -165,7 +165,7 @@ def test_what_cannot_be_is_refused_and_changes_nothing(site: Site, client: Clien
     group = client.start_servers("shared", servers=3, replicas=1).wait(10)
     with pytest.raises(ConfigError, match="give at least 2 servers"):
         group.resize(1)
-    until(lambda: place.threads.find(manager_name("shared")), "a manager").call("hang")
+    until(lambda: place.threads.find(name_manager("shared")), "a manager").call("hang")
     with pytest.raises(Conflict, match="resizing already"):
         group.resize(5)
     assert group.refresh().data["wanted"] == 3
@@ -180,7 +180,7 @@ def test_a_group_that_a_job_uses_is_not_stopped_without_force(
     monkeypatch.setattr(drivers_module, "DRIVER", DRIVER)
     group = client.start_servers("shared").wait(10)
     job = site.add(server_group="shared", strategy="parameter_server")
-    place.threads.find(manager_name("shared")).actor.open_space(job)  # type: ignore[union-attr]
+    place.threads.find(name_manager("shared")).actor.open_space(job)  # type: ignore[union-attr]
     shown = until(lambda: group.refresh().data["spaces"], "the space")
     assert shown[0]["name"] == job and group.data["jobs"][0]["id"] == job
     with pytest.raises(Conflict, match=f"used by {job}"):
@@ -229,7 +229,7 @@ def test_the_spaces_of_a_divided_job_are_told_apart(
     group = client.start_servers("shared").wait(10)
     job = site.add(server_group="shared", strategy="parameter_server")
     for name in (job, f"{job}/1", "left", "left/1"):
-        place.threads.find(manager_name("shared")).actor.open_space(name)  # type: ignore[union-attr]
+        place.threads.find(name_manager("shared")).actor.open_space(name)  # type: ignore[union-attr]
     until(lambda: len(group.refresh().data["spaces"]) == 4, "the spaces")
     for name, operations in ((job[:8].lower(), 50), (f"{job}/1", 60)):
         group.set_quota(name, operations=operations)
@@ -246,30 +246,30 @@ def test_a_service_that_is_started_again_finds_its_group(tmp_path: Path, place: 
     first = Site(tmp_path, place=place)
     with Client(first.url, first.token) as client:
         client.start_servers("shared", servers=3).wait(10)
-    manager = place.threads.find(manager_name("shared"))
+    manager = place.threads.find(name_manager("shared"))
     first.close()
     unseen = Site(tmp_path)  # it may be well: nobody has looked yet
     try:
         group = unseen.service.groups.get("shared")
         assert (group["status"], group["reason"]) == ("unreachable", "Ray is starting")
-        assert summary(group) == "unreachable, 3 servers: Ray is starting"
+        assert summarize(group) == "unreachable, 3 servers: Ray is starting"
     finally:
         unseen.close()
     again = Site(tmp_path, place=place)
     try:
         with Client(again.url, again.token) as client:
             assert len(client.servers("shared").wait(10).data["servers"]) == 3
-        assert place.threads.find(manager_name("shared")) is manager
+        assert place.threads.find(name_manager("shared")) is manager
     finally:
         again.close()
 
 
 def test_a_manager_that_died_is_started_again_from_its_record(client: Client, place: ThreadPlace) -> None:
     group = client.start_servers("shared", servers=3).wait(10).resize(5).wait(10)
-    before = place.threads.find(manager_name("shared"))
+    before = place.threads.find(name_manager("shared"))
     assert before is not None
     place.threads.kill(before)
-    until(lambda: place.threads.find(manager_name("shared")) not in (None, before), "another manager")
+    until(lambda: place.threads.find(name_manager("shared")) not in (None, before), "another manager")
     assert len(group.wait(10).data["servers"]) == 5
 
 
@@ -292,12 +292,12 @@ def test_a_slow_group_holds_up_neither_another_one_nor_a_job(
         monkeypatch.setattr(
             place.threads,
             "spawn",
-            lambda *args, **more: hang() if more["name"] == manager_name("a-slow") else spawn(*args, **more),
+            lambda *args, **more: hang() if more["name"] == name_manager("a-slow") else spawn(*args, **more),
         )
         site.http.post(GROUPS, json={"name": "a-slow"})
     else:
         slow = client.start_servers("a-slow").wait(10)
-        monkeypatch.setattr(place.threads.find(manager_name("a-slow")).actor, method, hang)  # type: ignore[union-attr]
+        monkeypatch.setattr(place.threads.find(name_manager("a-slow")).actor, method, hang)  # type: ignore[union-attr]
         if method == "stop":
             slow.stop()
     try:
@@ -348,7 +348,7 @@ def test_a_group_that_is_larger_than_a_joined_cluster_waits_until_that_has_grown
                 ),
                 "the reason",
             )
-            assert place.threads.find(manager_name("shared")) is None
+            assert place.threads.find(name_manager("shared")) is None
             monkeypatch.setattr(place.threads, "total", lambda: {"cpu": 9.0, "gpu": 0.0})
             assert len(group.wait(30).data["servers"]) == 9
             with pytest.raises(ConfigError, match="when the cluster has grown"):
@@ -400,8 +400,8 @@ def test_the_command_line(run: Callable[..., tuple[int, str, str]], place: Threa
     assert run("servers", "ls")[2].startswith("there is no server group yet")
     code, out, err = run("servers", "start", "shared", "--servers", "3", "--replicas", "1", "--silence", "30", "--wait")
     assert (code, out, err) == (0, "shared is ready, 3 of 3 servers\n", "")
-    assert place.threads.find(manager_name("shared")).actor.options == {"silence": 30.0, "cpus": 0.0}  # type: ignore[union-attr]
-    place.threads.find(manager_name("shared")).actor.open_space("mine")  # type: ignore[union-attr]
+    assert place.threads.find(name_manager("shared")).actor.options == {"silence": 30.0, "cpus": 0.0}  # type: ignore[union-attr]
+    place.threads.find(name_manager("shared")).actor.open_space("mine")  # type: ignore[union-attr]
     until(lambda: "mine" in run("servers", "show", "shared")[1], "the space")
     out = run("servers", "show", "shared")[1]
     assert "server-2" in out and "9.8 KiB" in out and "started" in out
@@ -469,7 +469,7 @@ def test_a_real_manager_on_threads(tmp_path: Path, place: ThreadPlace, monkeypat
             with pytest.raises(NotFound, match="no space"):
                 group.drop("nothing")
             group.stop().wait(60)
-        assert place.threads.find(manager_name("real")) is None
+        assert place.threads.find(name_manager("real")) is None
     finally:
         site.close()
 

@@ -27,9 +27,9 @@ from rayps.core.job.job_fields import BY_NAME, Where
 from rayps.core.refusals.excluded_pair import Door, ExcludedPair
 from rayps.core.refusals.table import TABLE, door_of
 from rayps.core.strategy.nested_options import options_of
-from rayps.core.strategy.text import written
+from rayps.core.strategy.text import write_strategy
 from rayps.core.urls import location_of
-from rayps.runtime.records.ledger_folder import ledger_folder
+from rayps.runtime.records.ledger_folder import find_ledger_folder
 from rayps.strategies.catalogue import CATALOGUE, parse
 from rayps.strategies.job import JobSpec
 
@@ -322,7 +322,7 @@ def command_of(job: Given) -> list[str] | None:
         if Where.COMMAND not in BY_NAME[name].where:
             return None
         text = (
-            written(value)
+            write_strategy(value)
             if name == "strategy"
             else f"{value[0]}..{value[1]}"
             if name == "workers" and isinstance(value, tuple)
@@ -378,7 +378,7 @@ def test_arguments_of_a_run_are_refused(pair: tuple[str, str], tmp_path: Any, mo
 
 def test_a_ledger_is_refused_behind_a_url() -> None:
     with pytest.raises(ConfigError, match=r"checkpoint is 's3://bucket/run', and the ledger .* cannot be appended"):
-        ledger_folder(parse(PRIVATE), None, location_of("s3://bucket/run"), None)
+        find_ledger_folder(parse(PRIVATE), None, location_of("s3://bucket/run"), None)
 
 
 # ---- what is known when the workload is built

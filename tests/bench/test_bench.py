@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from rayps_client.errors import ClusterError, ConfigError
 
-from benchmarks.network.laws import ALGORITHMS, LawRow, bench_laws, draw, textbook
-from benchmarks.picture import Chart, ChartLine, page
+from benchmarks.network.laws import ALGORITHMS, LawRow, bench_laws, compute_law, draw
+from benchmarks.picture import Chart, ChartLine, draw_page
 from rayps.bench.hosts import bench_hosts
 from rayps.bench.netns import Hosts, bits
 from rayps.bench.ring import bench_ring
@@ -70,17 +70,17 @@ def test_mpich_takes_its_turns():
 @pytest.mark.parametrize("n", [2, 3, 4, 8])
 def test_the_textbook(n):
     size = 1000.0
-    ring, star, all_to_all = (textbook(way, n, size) for way in ("ring", "star", "one_shot"))
+    ring, star, all_to_all = (compute_law(way, n, size) for way in ("ring", "star", "one_shot"))
     assert ring.busiest == pytest.approx(2 * (n - 1) / n * size) and ring.busiest < 2 * size
     assert star.busiest == (n - 1) * size and star.total == ring.total == pytest.approx(n * ring.busiest)
     assert all_to_all.total == n * all_to_all.busiest == n * (n - 1) * size
-    assert textbook("tree", n, size).busiest == math.ceil(math.log2(n)) * size
+    assert compute_law("tree", n, size).busiest == math.ceil(math.log2(n)) * size
     for shards in (1, 2, 4):
-        server = textbook("server", n, size, shards)
+        server = compute_law("server", n, size, shards)
         assert server.busiest * shards == n * size == server.total / 2
         assert server.line == 2 * max(server.busiest, size)  # a worker's own line carries everything twice
     with pytest.raises(ConfigError, match="no formula for 'gossip'"):
-        textbook("gossip", n, size)
+        compute_law("gossip", n, size)
 
 
 def test_a_picture_has_every_point_where_it_belongs():
@@ -90,7 +90,7 @@ def test_a_picture_has_every_point_where_it_belongs():
         "MB",
         [ChartLine("linear", [(2, 2.0), (4, 4.0), (8, 8.0)], [(2, 2.0), (8, 8.0)]), ChartLine("none", [(2, 0.0)], [])],
     )
-    root = xml.etree.ElementTree.fromstring(page([chart, Chart("Empty", "x", "y", [])]))
+    root = xml.etree.ElementTree.fromstring(draw_page([chart, Chart("Empty", "x", "y", [])]))
     svg = "{http://www.w3.org/2000/svg}"
     dots = [(float(dot.get("cx")), float(dot.get("cy"))) for dot in root.iter(f"{svg}circle")]
     (x0, y0), (x1, y1), (x2, y2) = dots

@@ -54,5 +54,5 @@ def test_the_input_is_sized_by_the_time_of_a_computation():
         def compute(self, x):
             self.rows = len(x)
 
-    found = device_server._sized(Work(), 0.0)
+    found = device_server._make_sized_input(Work(), 0.0)
     assert found.shape == (16, 1024)

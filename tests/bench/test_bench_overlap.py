@@ -12,10 +12,17 @@ from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
 from benchmarks.network.overlap import bench_overlap
-from benchmarks.network.overlap_bound import StepTimes, bound, hidden, line_seconds, scaled, slowest
+from benchmarks.network.overlap_bound import (
+    StepTimes,
+    compute_bound,
+    compute_hidden,
+    compute_line_seconds,
+    find_slowest,
+    scale_rows,
+)
 from benchmarks.network.paced import LAYERS, NO_BATCH, MatmulWork, SleepWork, width_of
-from rayps.comm.ring.choose_algorithm import fastest, speed_of
-from rayps.worker.exchange.buckets import best_size
+from rayps.comm.ring.choose_algorithm import choose_fastest, speed_of
+from rayps.worker.exchange.buckets import find_best_size
 
 hosts_here = pytest.mark.skipif(
     os.geteuid() != 0 or not all(map(shutil.which, ("ip", "tc", "unshare", "nsenter"))),
@@ -40,7 +47,7 @@ def test_the_bound_is_a_simulated_line():
     buckets = {1: [[3, 2, 1, 0]], 2: [[3, 2], [1, 0]], 3: [[3], [2, 1], [0]], 4: [[3], [2], [1], [0]]}
     for count, cut in buckets.items():
         for lines in itertools.product([0.0, 0.25, 1.0, 2.5], repeat=count):
-            assert bound(times, cut, lines) == simulated(times, cut, lines)
+            assert compute_bound(times, cut, lines) == simulated(times, cut, lines)
 
 
 def test_the_bound_of_equal_layers_is_the_larger_of_both_and_the_last_bucket():
@@ -48,36 +55,36 @@ def test_the_bound_of_equal_layers_is_the_larger_of_both_and_the_last_bucket():
         forward, after = 3.0, 0.5
         ready = tuple(forward + each * (count - i) for i in range(count))
         times = StepTimes(ready, (forward, forward + each * count), forward + each * count + after)
-        found = bound(times, [[i] for i in reversed(range(count))], [line] * count)
+        found = compute_bound(times, [[i] for i in reversed(range(count))], [line] * count)
         if line <= each:  # the last bucket follows backward
             assert found == forward + each * count + line + after
         else:  # the line starts after the first bucket's backward, and is never free
             assert found == forward + each + line * count + after
-        late = bound(times, [list(range(count))], [line * count], early=False)
+        late = compute_bound(times, [list(range(count))], [line * count], early=False)
         assert late == forward + each * count + line * count + after
         assert found <= late
 
 
 def test_what_is_late_on_one_rank_is_late():
     one, other = StepTimes((2.0, 1.0), (0.5, 2.0), 2.5), StepTimes((1.5, 1.25), (0.75, 1.5), 2.75)
-    assert slowest([one, other]) == StepTimes((2.0, 1.25), (0.75, 2.0), 2.75)
+    assert find_slowest([one, other]) == StepTimes((2.0, 1.25), (0.75, 2.0), 2.75)
 
 
 @pytest.mark.parametrize(("step", "share"), [(10.0, 1.0), (9.0, 1.0), (15.0, 0.5), (20.0, 0.0), (25.0, 0.0)])
 def test_the_hidden_share(step, share):
-    assert hidden(step, alone=10.0, line=10.0) == share
+    assert compute_hidden(step, alone=10.0, line=10.0) == share
 
 
 @pytest.mark.parametrize(
     ("rows", "seconds", "wanted", "found"), [(100, 1.0, 2.0, 200), (100, 2.0, 1.0, 50), (3, 9.0, 1.0, 1)]
 )
 def test_rows_are_scaled_to_the_wanted_seconds(rows, seconds, wanted, found):
-    assert scaled(rows, seconds, wanted) == found
+    assert scale_rows(rows, seconds, wanted) == found
 
 
 def test_the_line_carries_headers_too():
-    assert line_seconds(1448, 2, 8 * 1514) == 1.0
-    assert line_seconds(1448, 4, 8 * 1514) == 1.5
+    assert compute_line_seconds(1448, 2, 8 * 1514) == 1.0
+    assert compute_line_seconds(1448, 4, 8 * 1514) == 1.5
 
 
 @pytest.mark.parametrize("size", [64, 4_000, 17_000_000])
@@ -97,7 +104,7 @@ def test_the_best_size_of_buckets_is_the_least_of_the_sum():
         def exposed(bucket, size=size, seconds=seconds, rate=rate):
             return size / bucket * seconds + bucket / rate
 
-        best = best_size(size, seconds, rate)
+        best = find_best_size(size, seconds, rate)
         assert all(exposed(best) <= exposed(best * factor) for factor in (0.5, 0.9, 1.1, 2.0))
 
 
@@ -122,7 +129,7 @@ def test_the_speed_of_a_ring_is_in_its_table():
     ],
 )
 def test_a_candidate_that_is_about_as_fast_may_be_preferred(seconds, preferred, name):
-    assert fastest(seconds, preferred) == name
+    assert choose_fastest(seconds, preferred) == name
 
 
 @pytest.mark.parametrize(
@@ -155,7 +162,8 @@ def test_a_step_between_two_hosts(compute):
         ("ddp", each) for each in sizes[1:]
     ]
     assert all(
-        row["step"] > 0 and row["line"] == pytest.approx(1000 * line_seconds(row["bytes"], 2, 1e9)) for row in rows
+        row["step"] > 0 and row["line"] == pytest.approx(1000 * compute_line_seconds(row["bytes"], 2, 1e9))
+        for row in rows
     )
     own = [row for row in rows if row["contender"] == "own"]
     assert [row["buckets"] for row in own[:2]] == [1, 4] and own[1]["bound"] < own[0]["bound"]

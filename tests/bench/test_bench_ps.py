@@ -8,7 +8,16 @@ from rayps_client.errors import ConfigError
 from benchmarks.__main__ import main
 from benchmarks.changes import resize
 from benchmarks.changes.faults import bench_faults
-from benchmarks.changes.group_load import KINDS, SEGMENTS, Pushed, exact, longest_gap, number, rate, slots
+from benchmarks.changes.group_load import (
+    KINDS,
+    SEGMENTS,
+    Pushed,
+    find_longest_gap,
+    find_slots,
+    find_wrong_slots,
+    make_number,
+    measure_rate,
+)
 from benchmarks.changes.neighbours import bench_jobs
 from benchmarks.changes.resize import bench_resize
 from rayps.cluster.local import LocalCluster
@@ -18,30 +27,30 @@ def values(workers, pushes):
     found = torch.zeros(SEGMENTS * KINDS * workers, dtype=torch.float64)
     for rank in range(workers):
         for step in range(pushes):
-            counts, sums = slots(len(found), workers, rank)
+            counts, sums = find_slots(len(found), workers, rank)
             found[counts] += 1
-            found[sums] += number(rank, step)
+            found[sums] += make_number(rank, step)
     return found
 
 
 def test_a_push_that_is_lost_or_doubled_is_seen():
     done = [Pushed(rank, 20) for rank in range(3)]
     right = values(3, 20)
-    assert exact(right, 3, done) == []
+    assert find_wrong_slots(right, 3, done) == []
     lost = right.clone()
     lost[0] -= 1
-    assert "segment 0" in exact(lost, 3, done)[0]
+    assert "segment 0" in find_wrong_slots(lost, 3, done)[0]
     swapped = right.clone()  # one lost, another twice: as many as before
-    swapped[slots(len(right), 3, 1)[1][5]] += number(1, 3) - number(1, 4)
-    assert exact(swapped, 3, done) == ["rank 1 pushed 20, segment 5 has 20"]
+    swapped[find_slots(len(right), 3, 1)[1][5]] += make_number(1, 3) - make_number(1, 4)
+    assert find_wrong_slots(swapped, 3, done) == ["rank 1 pushed 20, segment 5 has 20"]
 
 
 def test_gaps_and_rates():
     done = [Pushed(0, 5, [0.0, 1.0, 1.5, 4.0, 5.0]), Pushed(1, 3, [0.5, 2.0, 6.0])]
-    assert longest_gap(done, 1.2, 1.4) == 1.5
-    assert longest_gap(done, 1.0, 3.0) == 4.0
-    assert longest_gap(done[:1], 4.5, 9.0) == 1.0
-    assert rate(done, 0.0, 2.0) == 2.0
+    assert find_longest_gap(done, 1.2, 1.4) == 1.5
+    assert find_longest_gap(done, 1.0, 3.0) == 4.0
+    assert find_longest_gap(done[:1], 4.5, 9.0) == 1.0
+    assert measure_rate(done, 0.0, 2.0) == 2.0
 
 
 class Both:

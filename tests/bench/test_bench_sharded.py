@@ -5,14 +5,14 @@ import os
 import pytest
 from rayps_client.errors import ConfigError
 
-from benchmarks.runs.recorded_layers import RecordedLayers, StepBegin, record, recorded
+from benchmarks.runs.recorded_layers import RecordedLayers, StepBegin, read_recorded, record
 from benchmarks.runs.sharded import (
     bench_background_write,
     bench_memory_of_driver,
     bench_memory_of_workers,
-    formula,
+    compute_formula,
+    read_step_times,
     resident_of,
-    step_times,
     writes,
 )
 
@@ -24,10 +24,10 @@ def begins(*steps):
 def test_a_step_is_of_the_kind_that_its_ends_say():
     steps = begins((0, 0), (9, 0), (10, 0), (11, 0), (13, 1), (14, 1), (15, 0), (16, 0))
     kinds = [("otherwise", 1.0), ("begin", 2.0), ("writing", 1.0), ("end", 1.0), ("otherwise", 1.0)]
-    assert step_times(steps) == kinds
+    assert read_step_times(steps) == kinds
     assert writes(steps) == [2.0]
     assert writes(steps[:6]) == []  # it has not ended
-    assert step_times(steps[:3]) == []
+    assert read_step_times(steps[:3]) == []
 
 
 def test_steps_are_recorded_by_process_and_a_line_that_is_being_written_is_left_out(tmp_path):
@@ -35,7 +35,7 @@ def test_steps_are_recorded_by_process_and_a_line_that_is_being_written_is_left_
     record(tmp_path)
     with (tmp_path / str(os.getpid())).open("a") as file:
         file.write("17.")
-    [(pid, steps)] = recorded(tmp_path).items()
+    [(pid, steps)] = read_recorded(tmp_path).items()
     assert pid == os.getpid()
     assert [step.writing for step in steps] == [False, False]
     assert steps[0].time <= steps[1].time
@@ -43,11 +43,11 @@ def test_steps_are_recorded_by_process_and_a_line_that_is_being_written_is_left_
 
 def test_the_formula_is_that_of_the_costs():
     size = 100_000_000
-    assert formula("all_reduce", 2, size) == 4 * size
-    assert formula("all_reduce:shard=optimizer", 2, size) == 3 * size
-    assert formula("all_reduce:shard=gradients", 2, size) == 2.5 * size + 4e6
-    assert formula("all_reduce:shard=gradients,slice_backup=true", 2, size) == 5.5 * size + 4e6
-    assert formula("all_reduce:shard=gradients", 4, size) == 1.75 * size + 4e6
+    assert compute_formula("all_reduce", 2, size) == 4 * size
+    assert compute_formula("all_reduce:shard=optimizer", 2, size) == 3 * size
+    assert compute_formula("all_reduce:shard=gradients", 2, size) == 2.5 * size + 4e6
+    assert compute_formula("all_reduce:shard=gradients,slice_backup=true", 2, size) == 5.5 * size + 4e6
+    assert compute_formula("all_reduce:shard=gradients", 4, size) == 1.75 * size + 4e6
 
 
 @pytest.mark.parametrize("size", [1, 5_000_000, 100_000_000])

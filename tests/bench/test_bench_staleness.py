@@ -2,7 +2,7 @@ import pytest
 import torch
 from rayps_client.errors import ConfigError
 
-from benchmarks.servers.staleness import bench_staleness, simulate_staleness, workloads
+from benchmarks.servers.staleness import bench_staleness, make_workloads, simulate_staleness
 from benchmarks.servers.stragglers import BATCH, FOLDER
 from benchmarks.servers.virtual_staleness import EXCHANGE, VirtualJob
 from rayps.cluster.local import LocalCluster
@@ -32,7 +32,7 @@ def test_in_virtual_time_the_result_depends_on_the_seeds_alone():
 
 def test_in_virtual_time_the_synchronous_job_is_plain_sgd():
     """N pushes of a round are one step of their mean, at the times at which the slowest worker ends its rounds."""
-    [(_, work)] = workloads(["one_slow"], FOLDER, 0.1)
+    [(_, work)] = make_workloads(["one_slow"], FOLDER, 0.1)
     rows = parquet(FOLDER / "digits.parquet", features="pixels", label="digit", scale=1 / 255, batch_size=BATCH)
     job = VirtualJob(work, rows, parse("parameter_server")[0].strategy, 3, seed=1)
     while job.shard.version < 4:

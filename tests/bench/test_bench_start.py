@@ -10,20 +10,20 @@ from rayps_client.errors import ConfigError
 
 import rayps
 from benchmarks.runs import start
-from benchmarks.runs.first_steps import STEPS, FirstSteps, first_times
+from benchmarks.runs.first_steps import STEPS, FirstSteps, read_first_times
 from benchmarks.runs.ray_train_start import make_steps, train_by_ray_train
 from benchmarks.runs.start import bench_start, warm_processes
 from rayps.cluster.local import LocalCluster
 
 
 def test_the_last_worker_decides_and_all_must_have_recorded(tmp_path):
-    assert first_times(tmp_path, 2) is None
+    assert read_first_times(tmp_path, 2) is None
     (tmp_path / "1").write_text("10.0\n12.0\n")
-    assert first_times(tmp_path, 2) is None
+    assert read_first_times(tmp_path, 2) is None
     (tmp_path / "2").write_text("11.0\n")
-    assert first_times(tmp_path, 2) is None
+    assert read_first_times(tmp_path, 2) is None
     (tmp_path / "2").write_text("11.0\n11.5\n")
-    assert first_times(tmp_path, 2) == (11.0, 12.0)
+    assert read_first_times(tmp_path, 2) == (11.0, 12.0)
 
 
 def test_a_run_records_two_losses_of_training(tmp_path):
@@ -33,7 +33,7 @@ def test_a_run_records_two_losses_of_training(tmp_path):
         rayps.train(work, workers=1, steps=STEPS, cluster=cluster, progress=False)
     finally:
         cluster.close()
-    loss, step = first_times(tmp_path, 1)
+    loss, step = read_first_times(tmp_path, 1)
     assert loss < step and len(next(tmp_path.iterdir()).read_text().splitlines()) == 2
 
 
@@ -68,7 +68,7 @@ def test_ray_train_makes_the_same_first_steps(tmp_path):
         return model
 
     make_steps(str(tmp_path), 1, 2, prepare)
-    loss, step = first_times(tmp_path, 1)
+    loss, step = read_first_times(tmp_path, 1)
     assert loss < step and len(ranks) == 1
 
 

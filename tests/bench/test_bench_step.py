@@ -1,7 +1,7 @@
 import pytest
 from rayps_client.errors import ConfigError
 
-from benchmarks.runs.memory import bench_memory, resident
+from benchmarks.runs.memory import bench_memory, read_resident
 from rayps.bench.gpt import Gpt
 from rayps.bench.mlp import Mlp
 from rayps.bench.step import bench_step
@@ -50,9 +50,9 @@ def test_memory_is_told_beside_that_of_workers_alone():
 
 
 def test_resident_bytes_grow_with_what_is_touched():
-    before = resident()
+    before = read_resident()
     held = bytearray(64 << 20)
-    assert resident() - before > 60 << 20
+    assert read_resident() - before > 60 << 20
     del held
 
 

@@ -4,21 +4,23 @@ import random
 import pytest
 from rayps_client.errors import ConfigError
 
-from benchmarks.servers.backup_workers import bench_backup_workers, finishing_seconds, step_seconds
-from benchmarks.servers.backup_workers import factors as slow_gradients
-from benchmarks.servers.stragglers import SCENES, bench_stragglers, factors
+from benchmarks.servers.backup_workers import bench_backup_workers, compute_step_seconds, simulate_step_seconds
+from benchmarks.servers.backup_workers import yield_factors as slow_gradients
+from benchmarks.servers.stragglers import SCENES, bench_stragglers, draw_factors
 from rayps.cluster.local import LocalCluster
 
 
 def test_a_random_tenth_of_the_rounds_is_slow():
-    dealt = [factors("come_and_go", rank, 80, seed, epoch) for rank in range(4) for seed in (0, 1) for epoch in (0, 1)]
+    dealt = [
+        draw_factors("come_and_go", rank, 80, seed, epoch) for rank in range(4) for seed in (0, 1) for epoch in (0, 1)
+    ]
     assert all(sorted(found) == [1.0] * 72 + [5.0] * 8 for found in dealt)
     assert len({tuple(found) for found in dealt}) == len(dealt)
-    assert factors("come_and_go", 2, 80, 1, 0) == factors("come_and_go", 2, 80, 1, 0)
+    assert draw_factors("come_and_go", 2, 80, 1, 0) == draw_factors("come_and_go", 2, 80, 1, 0)
 
 
 def test_one_worker_is_slow_throughout():
-    assert [set(factors("one_slow", rank, 5, 0, 0)) for rank in range(3)] == [{3.0}, {1.0}, {1.0}]
+    assert [set(draw_factors("one_slow", rank, 5, 0, 0)) for rank in range(3)] == [{3.0}, {1.0}, {1.0}]
 
 
 @pytest.mark.parametrize("scene", SCENES)
@@ -45,18 +47,20 @@ def test_what_cannot_run_is_refused(tmp_path):
 
 
 def test_the_formula_is_that_of_the_paper_and_of_a_simulation():
-    assert step_seconds(4, 0) / step_seconds(4, 1) == pytest.approx(1.79, abs=0.005)
-    assert step_seconds(2, 0) / step_seconds(2, 1) == pytest.approx(1.58, abs=0.005)
-    assert step_seconds(3, 1, chance=0) == 1 and step_seconds(3, 1, chance=1, factor=7) == 7
+    assert compute_step_seconds(4, 0) / compute_step_seconds(4, 1) == pytest.approx(1.79, abs=0.005)
+    assert compute_step_seconds(2, 0) / compute_step_seconds(2, 1) == pytest.approx(1.58, abs=0.005)
+    assert compute_step_seconds(3, 1, chance=0) == 1 and compute_step_seconds(3, 1, chance=1, factor=7) == 7
     for members, backup, chance in ((4, 1, 0.1), (2, 1, 0.1), (3, 2, 0.4), (5, 0, 0.2)):
         ways = itertools.product((1, 5), repeat=members + backup)  # every way in which workers can be slow
         expected = sum(sorted(way)[members - 1] * chance ** way.count(5) * (1 - chance) ** way.count(1) for way in ways)
-        assert step_seconds(members, backup, chance=chance) == pytest.approx(expected)
+        assert compute_step_seconds(members, backup, chance=chance) == pytest.approx(expected)
 
 
 def test_a_simulation_of_late_workers_that_finish_their_gradients():
-    assert finishing_seconds(4, 0) == pytest.approx(step_seconds(4, 0), rel=0.02)  # nobody is late
-    assert step_seconds(4, 1) * 1.2 < finishing_seconds(4, 1) < step_seconds(4, 0)  # a slow worker is missed for longer
+    assert simulate_step_seconds(4, 0) == pytest.approx(compute_step_seconds(4, 0), rel=0.02)  # nobody is late
+    assert (
+        compute_step_seconds(4, 1) * 1.2 < simulate_step_seconds(4, 1) < compute_step_seconds(4, 0)
+    )  # a slow worker is missed for longer
 
 
 def test_a_tenth_of_the_gradients_is_slow():

@@ -3,7 +3,7 @@
 import pytest
 from rayps_client.errors import ConfigError
 
-from benchmarks.algorithms.admm import SortedDigits, bench_admm, contenders
+from benchmarks.algorithms.admm import SortedDigits, bench_admm, list_contenders
 from benchmarks.federated.robust import FOLDER
 from rayps.strategies.catalogue import parse
 
@@ -38,4 +38,4 @@ def test_what_it_refuses():
             bench_admm(**wrong)
     with pytest.raises(ConfigError, match=r"there is no strategy"):
         bench_admm(2, ["nothing"])
-    assert all(parse(text) for text in contenders(3, 5, 0.1))
+    assert all(parse(text) for text in list_contenders(3, 5, 0.1))

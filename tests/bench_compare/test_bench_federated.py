@@ -12,8 +12,16 @@ from small_work import train
 
 from benchmarks.federated import federated
 from benchmarks.federated.federated import SCENES, bench_federated, run_of
-from benchmarks.federated.federated_flower import model, plain_client, rows
-from benchmarks.federated.federated_own import Nothing, PeerImages, Watched, WatchedStates, bare, on_disk, read_records
+from benchmarks.federated.federated_flower import draw_rows, make_model, train_plain_client
+from benchmarks.federated.federated_own import (
+    Nothing,
+    PeerImages,
+    Watched,
+    WatchedStates,
+    on_disk,
+    read_records,
+    run_bare,
+)
 from benchmarks.peers import _install, run_script
 
 SMALL = SCENES["train"] | {"clients": 3, "rows": 4, "epochs": 1, "hidden": 5, "workers": 1, "rounds": 7}
@@ -45,7 +53,7 @@ def test_rows_by_hand(monkeypatch):
         cpu = {"own": [1.2 * k for k in range(len(stamps))], "bare": [2.0 * k for k in range(len(stamps))]}
         return 1000.0, {"stamps": stamps} | ({"cpu": cpu[name]} if name in cpu else {})
 
-    monkeypatch.setattr(federated, "command", lambda name, workers, folder: [name])
+    monkeypatch.setattr(federated, "make_command", lambda name, workers, folder: [name])
     monkeypatch.setattr(federated, "run_script", ran)
     own, flower, pfl, alone = bench_federated(["train"], repeats=2, rounds=4)
     assert asked == ["own", "flower", "pfl", "bare", "flower", "pfl", "bare", "own"]
@@ -95,9 +103,9 @@ def test_own_contenders_do_what_the_peers_do(tmp_path):
     config = SMALL | {"clients": 1, "batch": 4, "epochs": 3}
     result = train(PeerImages(config), Watched(local_epochs=3, log=str(tmp_path / "log")), workers=2, epochs=1)
     torch.manual_seed(0)
-    net = model(5)
-    x, y = rows(0, config)
-    plain_client(net, x, y, config)
+    net = make_model(5)
+    x, y = draw_rows(0, config)
+    train_plain_client(net, x, y, config)
     for ours, theirs in zip(result.model().parameters(), net.parameters(), strict=True):
         assert torch.allclose(ours, theirs, atol=1e-6)
     found = read_records(tmp_path / "log")
@@ -118,12 +126,12 @@ def test_what_states_take_on_disk_is_seen(tmp_path):
 def test_clients_that_do_nothing_leave_the_model(tmp_path):
     result = train(PeerImages(SMALL | {"hidden": 0}), Nothing(log=str(tmp_path / "log")), workers=2, epochs=2)
     torch.manual_seed(0)
-    begun = model(0)
+    begun = make_model(0)
     for ours, theirs in zip(result.model().parameters(), begun.parameters(), strict=True):
         assert torch.equal(ours, theirs)
     assert result.history["replied"].to_pylist() == [3, 3]
 
 
 def test_the_bare_loop_says_when_each_round_ended():
-    told = bare(SMALL)
+    told = run_bare(SMALL)
     assert len(told["stamps"]) == len(told["cpu"]) == 7 and told["stamps"] == sorted(told["stamps"])

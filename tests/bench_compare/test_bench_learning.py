@@ -12,7 +12,7 @@ from rayps_client.errors import ConfigError
 
 from benchmarks.__main__ import main as benchmarks_main
 from benchmarks.algorithms import learning
-from benchmarks.algorithms.learning import Digits, Images, bench_learning, held_out, load
+from benchmarks.algorithms.learning import Digits, Images, bench_learning, choose_held_out, load
 from rayps import data
 
 LOCAL = "fraction=0.5,local_epochs=5,batch_size=10"
@@ -76,8 +76,12 @@ def test_writers_have_models_of_their_own(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 def test_what_is_held_out() -> None:
     who = np.array([7, 7, 3, 7, 7, 3, 7, 7, 3, 3, 3, 7, 7, 7, 7])
-    assert np.flatnonzero(held_out(who)).tolist() == [6, 10, 14]  # the fifth of 7, the fifth of 3, the tenth of 7
-    assert held_out(np.repeat(np.arange(4), 11)).sum() == 8
+    assert np.flatnonzero(choose_held_out(who)).tolist() == [
+        6,
+        10,
+        14,
+    ]  # the fifth of 7, the fifth of 3, the tenth of 7
+    assert choose_held_out(np.repeat(np.arange(4), 11)).sum() == 8
 
 
 def test_files(tmp_path: Path) -> None:

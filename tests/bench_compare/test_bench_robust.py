@@ -3,7 +3,7 @@ import gzip
 import pytest
 from rayps_client.errors import ConfigError
 
-from benchmarks.federated.robust import bench_robust, digits
+from benchmarks.federated.robust import bench_robust, read_digits
 from rayps.cluster.local import LocalCluster
 
 
@@ -41,9 +41,9 @@ def test_digits_as_they_are_published(tmp_path):
     for name, n in (("train", 5), ("t10k", 3)):
         (tmp_path / f"{name}-images-idx3-ubyte.gz").write_bytes(gzip.compress(bytes(16) + bytes([51] * 784 * n)))
         (tmp_path / f"{name}-labels-idx1-ubyte.gz").write_bytes(gzip.compress(bytes(8) + bytes(range(n))))
-    x, y = digits(tmp_path, learnt=True, rows=4)
+    x, y = read_digits(tmp_path, learnt=True, rows=4)
     assert x.shape == (4, 784) and x.unique().tolist() == pytest.approx([0.2]) and y.tolist() == [0, 1, 2, 3]
-    assert len(digits(tmp_path, learnt=False, rows=9)[1]) == 3
+    assert len(read_digits(tmp_path, learnt=False, rows=9)[1]) == 3
 
 
 @pytest.mark.parametrize(

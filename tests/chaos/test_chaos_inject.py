@@ -113,8 +113,12 @@ def test_a_throttled_process_runs_and_is_not_left_stopped():
 
 def test_burners_end():
     with injected(planned("burn", FaultRole.MACHINE), target(os.getpid()), [], ChaosMeans()):
-        assert len([pid for pid in processes.descendants(os.getpid()) if "while True" in str(processes.command(pid))])
-    assert not [pid for pid in processes.descendants(os.getpid()) if "while True" in str(processes.command(pid))]
+        assert len(
+            [pid for pid in processes.list_descendants(os.getpid()) if "while True" in str(processes.read_command(pid))]
+        )
+    assert not [
+        pid for pid in processes.list_descendants(os.getpid()) if "while True" in str(processes.read_command(pid))
+    ]
 
 
 def connected(family):

@@ -327,7 +327,7 @@ def test_version_and_doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     assert {"name", "found", "required", "needed_for", "remedy"} == set(
         json.loads(run(capsys, "doctor", "-o", "json")[1])[0]
     )
-    monkeypatch.setattr(doctor, "_package", lambda name: None)
+    monkeypatch.setattr(doctor, "_find_package", lambda name: None)
     code, out, _ = run(capsys, "doctor")
     assert code == 1 and "MISSING" in out and "pip install ray" in out
 
@@ -383,7 +383,7 @@ def test_ids_are_never_cut_and_the_last_column_wraps(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("COLUMNS", "70")
     monkeypatch.setattr("sys.stdout", out := Terminal())
     long = "parameter_server:staleness=none,shards=4 > all_reduce"
-    show.table(
+    show.print_table(
         ["id", "strategy", "result"], [["0123456789ABCDEFGHJKMNPQRS", long, "one two three " * 6]], cut={"strategy": 10}
     )
     text = out.getvalue()
@@ -509,13 +509,13 @@ def test_where_a_job_learns_and_which_loss_is_shown() -> None:
     spec = {"strategy": {"name": "parameter_server", "shards": 1, "staleness": 3}, "server_group": "shared"}
     job: dict[str, Any] = {"spec": spec, "status": "RUNNING", "metrics": None, "progress": {"loss": 0.5}}
     assert show.strategy_of(job) == "parameter_server:staleness=3 on shared"
-    assert show.result(job) == "batch loss 0.5"
+    assert show.format_result(job) == "batch loss 0.5"
     servers = [{"state": "alive"}, {"state": "alive"}, {"state": "dead"}]
     job["progress"] |= {"server_group": {"servers": servers, "replicas": 1}, "metrics": {"loss": 0.4}}
     assert show.strategy_of(job) == "parameter_server:staleness=3 on shared (2 servers, 1 replica)"
-    assert show.result(job) == "evaluation: loss 0.4"
+    assert show.format_result(job) == "evaluation: loss 0.4"
     alone = {"spec": {"strategy": {"name": "parameter_server", "shards": 2}}, "status": "FAILED", "progress": None}
-    assert (show.strategy_of(alone), show.result(alone)) == ("parameter_server:shards=2", "")
+    assert (show.strategy_of(alone), show.format_result(alone)) == ("parameter_server:shards=2", "")
 
 
 def test_the_text_of_a_strategy_leaves_out_the_defaults_of_its_parts() -> None:
@@ -523,8 +523,8 @@ def test_the_text_of_a_strategy_leaves_out_the_defaults_of_its_parts() -> None:
         clients="remote(least=2)", privacy=rayps.dp(noise_multiplier=1.1), secure="secagg(clip=1.0,max_weight=1)"
     )
     heads = rayps.FedPer(private=["head_w", "head_b"])
-    assert show.strategy(heads.to_wire()) == "fedper:private=(head_w,head_b)"
-    text = show.strategy(private.to_wire())
+    assert show.format_strategy(heads.to_wire()) == "fedper:private=(head_w,head_b)"
+    text = show.format_strategy(private.to_wire())
     assert (
         text == "fedavg:privacy=dp(noise_multiplier=1.1),clients=remote(least=2),secure=secagg(clip=1.0,max_weight=1)"
     )

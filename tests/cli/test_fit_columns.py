@@ -68,7 +68,7 @@ def test_a_wide_table_is_readable_at_80_columns(
     columns = ["id", "status", "strategy", "rounds", "loss", "lowest", "accuracy", "highest", "epsilon"]
     strategy = "fedavg:fraction=0.5,privacy=dp(noise_multiplier=1.1)"
     row = [ID, "SUCCEEDED", strategy, 30, "0.2512", "0.2512", "0.9612", "0.9712", "4.353"]
-    show.table(columns, [row, row], cut={"strategy": 30}, beside=[5, 7], wrap=True)
+    show.print_table(columns, [row, row], cut={"strategy": 30}, beside=[5, 7], wrap=True)
     lines = out.text().splitlines()
     assert max(map(len, lines)) <= 80 and out.text().count(ID) == 2 * len([each for each in lines if "id" in each])
     assert all(str(cell) in out.text().split() for cell in row if cell != strategy)
@@ -81,16 +81,16 @@ def test_what_is_omitted_is_named_and_a_pipe_gets_everything(
 ) -> None:
     table = ["id", "name", "workers", "result"], [[ID, "a name", "1 x fedavg:fraction=0.5", "loss 0.25  accuracy 0.9"]]
     out = printed(monkeypatch, 60)
-    show.table(*table, cut={"workers": 16}, omit=["workers"])
+    show.print_table(*table, cut={"workers": 16}, omit=["workers"])
     assert "fedavg" not in out.text() and "not shown on a terminal of 60 columns: workers" in capsys.readouterr().err
     monkeypatch.setattr("sys.stdout", pipe := io.StringIO())
-    show.table(*table, cut={"workers": 16}, omit=["workers"])
+    show.print_table(*table, cut={"workers": 16}, omit=["workers"])
     assert pipe.getvalue().splitlines()[1] == "  ".join(map(str, table[1][0])) and capsys.readouterr().err == ""
 
 
 def test_columns_without_a_value_are_left_out() -> None:
-    assert show.filled(["round", "loss", "epsilon"], [[0, "", "1.5"], [1, None, "2"]]) == (
+    assert show.drop_empty_columns(["round", "loss", "epsilon"], [[0, "", "1.5"], [1, None, "2"]]) == (
         ["round", "epsilon"],
         [[0, "1.5"], [1, "2"]],
     )
-    assert show.filled(["round", "loss"], []) == (["round"], [])
+    assert show.drop_empty_columns(["round", "loss"], []) == (["round"], [])

@@ -15,15 +15,22 @@ from torch import nn
 import rayps
 from rayps.cli import main as cli
 from rayps.cluster.local import LocalCluster
-from rayps.core.pipeline.schedule import table
+from rayps.core.pipeline.schedule import make_table
 from rayps.core.pipeline.simulate import simulate
 from rayps.core.pipeline.validate import to_json
-from rayps.core.strategy.costs import amount, costs, held_bytes
+from rayps.core.strategy.costs import estimate_costs, estimate_held_bytes, format_bytes
 from rayps.core.strategy.traffic import Crossing, Sizes
 from rayps.parallel.division.divide import divide
 from rayps.parallel.division.probe import probe
 from rayps.parallel.pipeline.skip import Stash, Unstash
-from rayps.runtime.results.cost_report import CostReport, cost_report_of, expected, measured, sizes, words
+from rayps.runtime.results.cost_report import (
+    CostReport,
+    cost_report_of,
+    describe_costs,
+    measure_sizes,
+    measured,
+    predict_costs,
+)
 from rayps.strategies.catalogue import CATALOGUE, parse
 
 WIDE, ROWS = 12, 8
@@ -87,22 +94,22 @@ def of(strategy):
 def test_ring_and_servers():
     given = Sizes(1000, width=4)
     for n in range(1, 9):
-        ring = costs(of("all_reduce"), n, given)
+        ring = estimate_costs(of("all_reduce"), n, given)
         assert ring.bytes == 2 * (n - 1) * 4000
         assert n == 1 or ring.traffic[0].busiest == pytest.approx(2 * (n - 1) / n * 4000)
-        served = costs(of("parameter_server:shards=3"), n, given)
+        served = estimate_costs(of("parameter_server:shards=3"), n, given)
         assert served.bytes == 2 * n * 4000 and served.messages == 2 * 3 * n
-    assert "backward" in costs(of("all_reduce"), 2, given).traffic[0].hidden
-    assert costs(of("all_reduce:bucket_mb=0"), 2, given).traffic[0].hidden == "no"
-    assert costs(of("all_reduce:compression=fp16"), 4, given).bytes == 2 * 3 * 2000
-    assert costs(of("all_reduce:compression=top_k"), 4, given).bytes is None  # the data decides
-    downpour = costs(of("downpour:n_push=5,n_fetch=2,shards=2"), 10, given)
+    assert "backward" in estimate_costs(of("all_reduce"), 2, given).traffic[0].hidden
+    assert estimate_costs(of("all_reduce:bucket_mb=0"), 2, given).traffic[0].hidden == "no"
+    assert estimate_costs(of("all_reduce:compression=fp16"), 4, given).bytes == 2 * 3 * 2000
+    assert estimate_costs(of("all_reduce:compression=top_k"), 4, given).bytes is None  # the data decides
+    downpour = estimate_costs(of("downpour:n_push=5,n_fetch=2,shards=2"), 10, given)
     assert downpour.bytes == pytest.approx(10 * 4000 / 5 + 10 * 4000 / 2)
 
 
 def test_a_grid_reduces_each_column_alone():
     given = Sizes(1000, width=8, owned=(700, 300), held=(700, 300))
-    found = costs(of("pipeline:stages=2,micro_batches=4"), 6, given)
+    found = estimate_costs(of("pipeline:stages=2,micro_batches=4"), 6, given)
     assert found.traffic[0].bytes == 2 * 2 * 8000 and found.traffic[0].busiest == pytest.approx(2 * 2 / 3 * 5600)
     assert found.idle == Fraction(1, 5) and found.peaks == [2, 1]
     assert [each["parameters"] for each in found.memory] == [5600, 2400]
@@ -110,25 +117,31 @@ def test_a_grid_reduces_each_column_alone():
 
 def test_activations_between_stages():
     given = Sizes(100, owned=(50, 50), batch=8, crossings=(Crossing(0, 1, 40.0, 40.0), Crossing(0, 1, 8.0, 0.0)))
-    found = costs(of("pipeline:stages=2,micro_batches=4"), 4, given).traffic[1]
+    found = estimate_costs(of("pipeline:stages=2,micro_batches=4"), 4, given).traffic[1]
     assert found.bytes == 2 * 8 * (40 + 40 + 8)  # two replicas; what has no gradient sends none back
     assert found.messages == 2 * 4 * (2 + 1) and found.busiest == 8 * 48
-    few = costs(of("pipeline:stages=2,micro_batches=4"), 2, Sizes(100, owned=(50, 50), batch=3))
+    few = estimate_costs(of("pipeline:stages=2,micro_batches=4"), 2, Sizes(100, owned=(50, 50), batch=3))
     assert few.traffic[1].messages == 2 * 3  # three rows make three micro-batches
 
 
 def test_memory_follows_the_schedule():
     given = Sizes(0, batch=8, kept=(100.0, 100.0, 100.0, 100.0))
     m = 4  # two rows each
-    assert [held_bytes(row, given, m, False) for row in table("gpipe", 4, m)] == [200.0 * m] * 4
-    assert [held_bytes(row, given, m, False) for row in table("1f1b", 4, m)] == [
+    assert [estimate_held_bytes(row, given, m, False) for row in make_table("gpipe", 4, m)] == [200.0 * m] * 4
+    assert [estimate_held_bytes(row, given, m, False) for row in make_table("1f1b", 4, m)] == [
         200.0 * min(m, 4 - r) for r in range(4)
     ]
-    assert [held_bytes(row, given, m, True) for row in table("zero_bubble", 4, m)] == [200.0 * m] * 4
+    assert [estimate_held_bytes(row, given, m, True) for row in make_table("zero_bubble", 4, m)] == [200.0 * m] * 4
 
 
 def test_amounts():
-    assert [amount(x) for x in (0, 999, 1000, 2_500_000, 3e9)] == ["0 bytes", "999 bytes", "1 KB", "2.5 MB", "3 GB"]
+    assert [format_bytes(x) for x in (0, 999, 1000, 2_500_000, 3e9)] == [
+        "0 bytes",
+        "999 bytes",
+        "1 KB",
+        "2.5 MB",
+        "3 GB",
+    ]
 
 
 # ---- what a dry run shows
@@ -137,23 +150,23 @@ def test_amounts():
 def test_an_alternating_block_sums_twice_and_nothing_at_its_wide_layer():
     workload, strategy = Deep(), of("tensor_parallel:size=3")
     division = divide(workload, strategy.replica, workload.model())
-    found = sizes(workload, strategy, 3, division)
+    found = measure_sizes(workload, strategy, 3, division)
     # three pairs: a sum of bd after each forward, and one before each backward but the first, whose input needs none
     assert found.summed == (5 * WIDE * 4,) and found.gathered == (0,) and found.exchanges == (5,)
-    cost = next(cost for cost in costs(strategy, 3, found).traffic if "sums" in cost.what)
+    cost = next(cost for cost in estimate_costs(strategy, 3, found).traffic if "sums" in cost.what)
     assert cost.bytes == pytest.approx(3 * (2 * 2 / 3 * 5 * ROWS * WIDE * 4))
 
 
 def test_a_dry_run_of_stages():
     workload, strategy = Deep(), of("pipeline:stages=3,micro_batches=2,boundaries=(1,2)")
     division = divide(workload, strategy.replica, workload.model())
-    found = sizes(workload, strategy, 3, division)
+    found = measure_sizes(workload, strategy, 3, division)
     assert found.crossings == (Crossing(0, 1, WIDE * 4, WIDE * 4), Crossing(1, 2, WIDE * 4, WIDE * 4))
     assert found.states == 2.0 and found.batch == ROWS and sum(found.owned) == found.parameters
-    said = expected(workload, strategy, 3, division)
+    said = predict_costs(workload, strategy, 3, division)
     assert said.traffic[1].bytes == 4 * ROWS * WIDE * 4 and said.traffic[1].messages == 2 * 2 * 2
     both = of("pipeline:stages=2,micro_batches=2,stage=tensor_parallel(size=2)")
-    split = sizes(workload, both, 4, divide(workload, both.replica, workload.model()))
+    split = measure_sizes(workload, both, 4, divide(workload, both.replica, workload.model()))
     assert sum(split.summed) == 5 * WIDE * 4 and len(split.summed) == 2
 
 
@@ -212,11 +225,11 @@ def test_json_has_the_schedule(capsys, schedule):
     found = json.loads(out)
     v = 2 if "chunks" in schedule else 1
     name = schedule.partition(",")[0]
-    expected_line = simulate(table(name, 2, 4, v))
+    expected_line = simulate(make_table(name, 2, 4, v))
     assert code in (0, None) and found["schedule"]["idle"] == pytest.approx(float(expected_line.idle))
     assert found["costs"]["idle"] == found["schedule"]["idle"]
     assert [[each[0] for each in row] for row in found["schedule"]["rows"]] == [
-        [str(action) for action in row] for row in table(name, 2, 4, v)
+        [str(action) for action in row] for row in make_table(name, 2, 4, v)
     ]
 
 
@@ -269,8 +282,8 @@ def test_parameters_of_the_workload_shape_the_model(capsys, at):
 
 @pytest.mark.parametrize("write", [to_json, to_csv])
 def test_a_table_of_ones_own(capsys, at, write):
-    rows = table("1f1b", 2, 2)
-    rows[0] = table("gpipe", 2, 2)[0]
+    rows = make_table("1f1b", 2, 2)
+    rows[0] = make_table("gpipe", 2, 2)[0]
     Path("own").write_text(write(rows))
     code, _, err = run(capsys, "--strategy", "pipeline:stages=2,micro_batches=2", "--table", "own")
     assert code in (0, None), err
@@ -336,7 +349,7 @@ def point(rank, n, **more):
 
 def test_what_is_said_after_a_run():
     strategy = of("pipeline:stages=2,micro_batches=4")
-    formula = costs(strategy, 4, Sizes(100, owned=(50, 50), batch=8, crossings=(Crossing(0, 1, 4.0, 4.0),)))
+    formula = estimate_costs(strategy, 4, Sizes(100, owned=(50, 50), batch=8, crossings=(Crossing(0, 1, 4.0, 4.0),)))
     report = CostReport(strategy, 4, lambda workers: formula)
     report.add_points(
         [
@@ -376,7 +389,7 @@ def test_what_is_said_after_a_run():
 
 def test_how_a_step_went_is_drawn_once_beside_its_table():
     strategy = of("pipeline:stages=2,micro_batches=1")
-    report = CostReport(strategy, 4, lambda workers: costs(strategy, workers, Sizes(10)))
+    report = CostReport(strategy, 4, lambda workers: estimate_costs(strategy, workers, Sizes(10)))
     stages = [
         [("0F0", 5.0, 6.0), ("0B0", 9.0, 11.0)],
         [("1F0", 90.5, 91.0), ("1F0", 91.0, 91.5), ("1B0", 91.5, 93.5)],
@@ -404,8 +417,8 @@ def test_formulas_never_fail_a_run():
 
 
 def test_nothing_measured_is_no_error():
-    formula = costs(of("all_reduce"), 2, Sizes(10))
-    assert measured({}, formula.grid) == {} and words(formula, {}) == "no step was measured"
+    formula = estimate_costs(of("all_reduce"), 2, Sizes(10))
+    assert measured({}, formula.grid) == {} and describe_costs(formula, {}) == "no step was measured"
     report = CostReport(of("all_reduce"), 2, lambda workers: formula)
     assert report.event() is None
     report.add_points([point(0, 0, compute=0.0)])
@@ -416,7 +429,7 @@ def test_nothing_measured_is_no_error():
 
 def test_servers_are_too_few_for_columns_is_no_error_of_costs():
     with pytest.raises(ConfigError, match="multiple of 2"):
-        costs(of("pipeline:stages=2"), 3, Sizes(10))
+        estimate_costs(of("pipeline:stages=2"), 3, Sizes(10))
 
 
 # ---- a run, beside its formulas
@@ -492,7 +505,9 @@ def test_sleeping_stages_wait_and_send_as_the_formulas_say(schedule, stages, chu
     print(said["message"])
     wanted = formula["idle"]
     if schedule == "zero_bubble":  # the first stage has no gradient of an input to make: its B takes no time
-        wanted = simulate(table(schedule, stages, 4), lambda action: float(action.kind != "B" or action.chunk > 0)).idle
+        wanted = simulate(
+            make_table(schedule, stages, 4), lambda action: float(action.kind != "B" or action.chunk > 0)
+        ).idle
     assert abs(measured["idle"] - wanted) < 0.15  # roughly: in virtual time it is exact, see test_pipeline.py
     assert measured["activations"] == formula["activations"]
     between = next(each for each in formula["traffic"] if each["axis"] == "stage")
@@ -503,7 +518,7 @@ def test_sleeping_stages_wait_and_send_as_the_formulas_say(schedule, stages, chu
 
 def test_after_a_change_of_the_workers_only_steps_of_the_new_number_count():
     strategy = of("all_reduce")
-    report = CostReport(strategy, 1, lambda workers: costs(strategy, workers, Sizes(10)))
+    report = CostReport(strategy, 1, lambda workers: estimate_costs(strategy, workers, Sizes(10)))
     report.add_points([point(0, n, compute=1.0, bytes=0) for n in range(3)])
     report.change_workers(2)
     assert report.event() is None

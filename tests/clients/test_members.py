@@ -33,10 +33,10 @@ from rayps.cli.main import main
 from rayps.federated.remote.join_options import joining_of
 from rayps.service.members import Members, SeenNonces
 from rayps.service.tokens.member_authority import (
+    create_authority,
+    create_request,
     issue,
-    issued,
-    new_authority,
-    new_request,
+    list_issued,
     others_of,
     revoke,
     with_ends,
@@ -329,8 +329,8 @@ def test_one_member_under_two_numbers_is_refused(authority: TestAuthority) -> No
 def test_the_authority_issues_and_revokes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "ca"
     monkeypatch.setenv("RAYPS_MEMBER_PASSPHRASE", "secret")  # of the keys
-    new_authority(folder, "federation", 100)
-    new_request("hospital-a", tmp_path / "a.key", tmp_path / "a.csr")
+    create_authority(folder, "federation", 100)
+    create_request("hospital-a", tmp_path / "a.key", tmp_path / "a.csr")
     member = issue(folder, tmp_path / "a.csr", 10)
     (tmp_path / "a.pem").write_bytes(member.certificate.public_bytes(Encoding.PEM))
     key = MemberKey.load(tmp_path / "a.pem")
@@ -338,7 +338,7 @@ def test_the_authority_issues_and_revokes(tmp_path: Path, monkeypatch: pytest.Mo
     now = member.certificate.not_valid_before_utc.timestamp() + 1
     MembersCa.load(folder / "ca.pem").check(member, now)
     again = issue(folder, tmp_path / "a.csr", 10)  # renewed: the same key
-    new_request("hospital-a", tmp_path / "b.key", tmp_path / "b.csr")
+    create_request("hospital-a", tmp_path / "b.key", tmp_path / "b.csr")
     with pytest.raises(ServiceError, match="has a valid certificate with another key"):
         issue(folder, tmp_path / "b.csr", 10)
     old = issue(folder, tmp_path / "a.csr", 1, datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=2))
@@ -349,7 +349,7 @@ def test_the_authority_issues_and_revokes(tmp_path: Path, monkeypatch: pytest.Mo
     assert revoked == {old.serial, member.serial, again.serial} and others_of(folder, again) == []
     assert {ended for _, ended in with_ends(folder)} == {"revoked"}
     other = issue(folder, tmp_path / "b.csr", 10)
-    assert other.serial in {each.serial for each in issued(folder)} and revoke(folder, member.serial) == []
+    assert other.serial in {each.serial for each in list_issued(folder)} and revoke(folder, member.serial) == []
     authorities = MembersCa.load(folder / "ca.pem").authorities
     assert Revocations(folder / "revoked.pem", authorities).revoked() == revoked
     with pytest.raises(ConfigError, match="not that of the certificate"):
@@ -489,8 +489,8 @@ def test_what_an_authority_refuses(
 def test_a_key_that_is_not_encrypted_needs_no_passphrase(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAYPS_MEMBER_PASSPHRASE", raising=False)
     folder = tmp_path / "federation"
-    new_authority(folder, "federation", 10)
-    new_request("hospital-a", tmp_path / "a.key", tmp_path / "a.csr")
+    create_authority(folder, "federation", 10)
+    create_request("hospital-a", tmp_path / "a.key", tmp_path / "a.csr")
     monkeypatch.setenv("RAYPS_MEMBER_PASSPHRASE", "secret")
     (tmp_path / "a.pem").write_bytes(issue(folder, tmp_path / "a.csr", 5).certificate.public_bytes(Encoding.PEM))
     assert MemberKey.load(tmp_path / "a.pem").name == "hospital-a"

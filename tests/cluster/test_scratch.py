@@ -89,7 +89,7 @@ def test_a_private_ray_whose_owner_is_killed_leaves_nothing_after_the_next_start
     assert path
     os.kill(child.pid, signal.SIGKILL)
     child.wait()
-    assert until(lambda: not processes.left_by_ray(path, None), 60)  # Ray's processes end with their owner
+    assert until(lambda: not processes.find_left_by_ray(path, None), 60)  # Ray's processes end with their owner
     Scratch().close()
     assert not Path(path).exists()
 

@@ -297,7 +297,7 @@ class TestOnRay:
         child(
             heads,
             """
-            from rayps.service.processes import descendants
+            from rayps.service.processes import list_descendants
             own = RayCluster.local(cpus=2)
             second = RayCluster.local(cpus=2)
             address = ray.get_runtime_context().gcs_address
@@ -311,9 +311,9 @@ class TestOnRay:
             refused(own.total, "has left the Ray at " + address)
             own.close()
             deadline = time.monotonic() + 100
-            while descendants(os.getpid()) and time.monotonic() < deadline:
+            while list_descendants(os.getpid()) and time.monotonic() < deadline:
                 time.sleep(0.1)
-            assert not descendants(os.getpid())
+            assert not list_descendants(os.getpid())
             before = RayCluster.join(PLAIN)
             refused(lambda: RayCluster.join("127.0.0.1:1"), "no Ray cluster answers", "127.0.0.1:1")
             assert ray.get_runtime_context().gcs_address == PLAIN  # not left for one that does not answer
@@ -330,7 +330,7 @@ class TestOnRay:
             from ray._private import services
             from rayps.cluster.ray_cluster import RayCluster
             from rayps_client.errors import ClusterError
-            from rayps.service.processes import command, descendants
+            from rayps.service.processes import read_command, list_descendants
 
             def late(*given, **options):
                 tries.append(options.get("_temp_dir"))
@@ -338,8 +338,8 @@ class TestOnRay:
                 raise Exception("The current node timed out during startup. This could happen")
 
             def running():
-                return sorted(found for pid in descendants(os.getpid())
-                              if (found := os.path.basename(command(pid)[0])) in ("gcs_server", "raylet"))
+                return sorted(found for pid in list_descendants(os.getpid())
+                              if (found := os.path.basename(read_command(pid)[0])) in ("gcs_server", "raylet"))
 
             def named():
                 return {key: value for key, value in os.environ.items() if key.startswith("RAY_")}

@@ -10,10 +10,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from rayps import AllReduce
-from rayps.comm.ring.bucketed_mean import SentBuckets, SharedMemoryMean, pieces
+from rayps.comm.ring.bucketed_mean import SentBuckets, SharedMemoryMean, bucket_mean
 from rayps.strategies.catalogue import parse
 from rayps.tensors.flat import FlatModel, Gradient, Layout
-from rayps.worker.core import steps_by_reading
+from rayps.worker.core import step_and_compare
 from rayps.worker.exchange.buckets import Buckets, cut
 
 GROUPS = [(1, "shm"), (2, "shm"), (3, "shm"), (4, "shm"), (2, "tcp"), (3, "tcp")]
@@ -140,7 +140,7 @@ def test_a_bucket_is_added_before_backward_ends(pair):
     flats = [FlatModel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), None) for _ in pair]
     for ring, memory in zip(pair, every(pair, lambda ring: ring.buffer(40)), strict=True):
         flats[ring.rank].packed = memory
-    made = every(pair, lambda ring: pieces(ring, flats[ring.rank].packed, [slice(20, 40), slice(0, 20)], 1))
+    made = every(pair, lambda ring: bucket_mean(ring, flats[ring.rank].packed, [slice(20, 40), slice(0, 20)], 1))
     assert all(isinstance(each, SharedMemoryMean) for each in made)
     for rank, each in enumerate(made):
         flats[rank].packed.fill_(rank + 1.0)
@@ -356,9 +356,9 @@ def test_torchs_own_optimizers_read_the_mean_where_it_lies():
     p = nn.Parameter(torch.ones(3))
     p.grad = torch.ones(3)
     for kind, reads in [(torch.optim.SGD, True), (torch.optim.Adam, True), (torch.optim.AdamW, True)]:
-        assert steps_by_reading(kind([p], lr=0.1), [p]) is reads
+        assert step_and_compare(kind([p], lr=0.1), [p]) is reads
     for kind in ("own step", "hook", "foreach"):
-        assert not steps_by_reading(writes(kind)([p]), [p])
+        assert not step_and_compare(writes(kind)([p]), [p])
 
 
 def test_the_events_say_how_gradients_leave():

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rayps_client.errors import ConfigError
 
-from rayps.comm.compress import BLOCK, ErrorFeedback, codec, decoded
+from rayps.comm.compress import BLOCK, ErrorFeedback, decode, find_codec
 
 NAMES = ["fp16", "bf16", "int8", "top_k:0.1", "top_k:1"]
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
@@ -14,11 +14,11 @@ SIZES = [0, 1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 17]
 
 
 def there_and_back(name, x):
-    kind = codec(name)
+    kind = find_codec(name)
     data = kind.encode(x)
     assert data.dtype == torch.uint8
     assert data.shape == (kind.size(x.numel()),)
-    return decoded(kind.code, data, x.numel(), x.dtype)
+    return decode(kind.code, data, x.numel(), x.dtype)
 
 
 def bound(name, x):
@@ -33,7 +33,7 @@ def bound(name, x):
         most = torch.cat(blocks)
         eps = torch.finfo(x.dtype).eps
         return most * (0.5 / 127 + 2**-9 * eps**0.5 + max(eps, 2**-23)) + 1e-37  # elements are divided in float32
-    k = codec(name).size(x.numel()) // 8
+    k = find_codec(name).size(x.numel()) // 8
     left_out = wide.sort().values[: x.numel() - k]
     return torch.full_like(wide, left_out.max().item() if left_out.numel() else 0.0)
 
@@ -76,7 +76,7 @@ def test_what_is_not_finite_is_seen_and_not_remembered(name, bad):
     if name != "int8":
         assert torch.equal(back[5].nan_to_num(7.0), x[5].nan_to_num(7.0))
     assert back[BLOCK:].isfinite().all()
-    memory = ErrorFeedback(codec(name), x.numel(), x.dtype)
+    memory = ErrorFeedback(find_codec(name), x.numel(), x.dtype)
     memory.encode(x)
     assert memory.residual.isfinite().all()
 
@@ -101,8 +101,8 @@ def test_finite_values_stay_finite(name, dtype, most):
 
 
 def test_what_is_cut_off_at_the_range_comes_later():
-    memory = ErrorFeedback(codec("fp16"), 1, torch.float32)
-    sent = [decoded(1, memory.encode(torch.tensor([x])), 1, torch.float32).item() for x in (100_000.0, 0.0, 0.0)]
+    memory = ErrorFeedback(find_codec("fp16"), 1, torch.float32)
+    sent = [decode(1, memory.encode(torch.tensor([x])), 1, torch.float32).item() for x in (100_000.0, 0.0, 0.0)]
     assert sum(sent) == 100_000.0
     assert memory.residual.item() == 0.0
 
@@ -112,13 +112,13 @@ def test_what_is_cut_off_at_the_range_comes_later():
 def test_sums_telescope_exactly(name, dtype):
     """The sum of what was decoded is the sum of what was given less the residual: here every sum is exact."""
     n, rounds = 300, 25
-    memory, kind = ErrorFeedback(codec(name), n, dtype), codec(name)
+    memory, kind = ErrorFeedback(find_codec(name), n, dtype), find_codec(name)
     given = torch.zeros(n, dtype=torch.float64)
     heard = torch.zeros(n, dtype=torch.float64)
     for _ in range(rounds):
         x = torch.randint(-128, 129, (n,)).to(dtype) / 64  # few enough digits for float32 to hold any sum of them
         given += x.double()
-        heard += decoded(kind.code, memory.encode(x), n, torch.float64)
+        heard += decode(kind.code, memory.encode(x), n, torch.float64)
         assert torch.equal(heard, given - memory.residual.double())
 
 
@@ -126,12 +126,12 @@ def test_sums_telescope_exactly(name, dtype):
 @given(st.integers(0, 3000), st.integers(1, 8), st.sampled_from(NAMES), st.integers(0, 2**31))
 def test_sums_telescope_up_to_rounding(n, rounds, name, seed):
     generator = torch.Generator().manual_seed(seed)
-    memory, kind = ErrorFeedback(codec(name), n, torch.float32), codec(name)
+    memory, kind = ErrorFeedback(find_codec(name), n, torch.float32), find_codec(name)
     given, heard = torch.zeros(n, dtype=torch.float64), torch.zeros(n, dtype=torch.float64)
     for _ in range(rounds):
         x = torch.randn(n, generator=generator)
         given += x.double()
-        heard += decoded(kind.code, memory.encode(x), n, torch.float64)
+        heard += decode(kind.code, memory.encode(x), n, torch.float64)
     assert torch.allclose(heard, given - memory.residual.double(), rtol=0, atol=rounds * 1e-5)
 
 
@@ -140,18 +140,18 @@ def test_without_a_memory_small_elements_are_never_heard_of(name, large):
     """Why there is error feedback: large elements hide the small ones for good, unless those add up."""
     x = torch.full((100,), 0.01)
     x[:6] = large
-    kind, memory = codec(name), ErrorFeedback(codec(name), 100, torch.float32)
+    kind, memory = find_codec(name), ErrorFeedback(find_codec(name), 100, torch.float32)
     forgetful, mindful = torch.zeros(100), torch.zeros(100)
     for _ in range(400):
         forgetful += there_and_back(name, x)
-        mindful += decoded(kind.code, memory.encode(x), 100, torch.float32)
+        mindful += decode(kind.code, memory.encode(x), 100, torch.float32)
     assert (forgetful[6:] == 0).all()
     assert torch.allclose(mindful[6:], torch.full((94,), 4.0), atol=1.0)
     assert torch.allclose(mindful, 400 * x - memory.residual, rtol=1e-4, atol=1e-3)
 
 
 def test_parts_of_a_vector_have_their_own_memory():
-    whole, parts = (ErrorFeedback(codec("fp16"), 100, torch.float32) for _ in range(2))
+    whole, parts = (ErrorFeedback(find_codec("fp16"), 100, torch.float32) for _ in range(2))
     for _ in range(3):
         x = torch.randn(100)
         expected = whole.encode(x)
@@ -162,21 +162,21 @@ def test_parts_of_a_vector_have_their_own_memory():
 
 def test_bytes_on_the_wire():
     n = 1_000_000
-    sizes = {name: codec(name).size(n) for name in ("fp16", "bf16", "int8", "top_k", "top_k:0.5")}
+    sizes = {name: find_codec(name).size(n) for name in ("fp16", "bf16", "int8", "top_k", "top_k:0.5")}
     assert sizes == {"fp16": 2 * n, "bf16": 2 * n, "int8": n + 4 * 977, "top_k": 80_000, "top_k:0.5": 4 * n}
-    assert codec("top_k:0.001").size(10) == 8  # at least one
-    assert [codec(name).size(0) for name in NAMES] == [0] * len(NAMES)
+    assert find_codec("top_k:0.001").size(10) == 8  # at least one
+    assert [find_codec(name).size(0) for name in NAMES] == [0] * len(NAMES)
 
 
 def test_what_does_not_fit_is_refused():
-    kind = codec("int8")
+    kind = find_codec("int8")
     data = kind.encode(torch.randn(10))
     with pytest.raises(ConfigError, match="14 bytes do not hold 11"):
-        decoded(kind.code, data, 11, torch.float32)
+        decode(kind.code, data, 11, torch.float32)
     with pytest.raises(ConfigError, match="unknown code 9"):
-        decoded(9, data, 10, torch.float32)
+        decode(9, data, 10, torch.float32)
     wild = torch.cat([torch.tensor([12], dtype=torch.int32).view(torch.uint8), torch.ones(1).view(torch.uint8)])
     with pytest.raises(ConfigError, match="outside its 10"):
-        decoded(4, wild, 10, torch.float32)
+        decode(4, wild, 10, torch.float32)
     with pytest.raises(ConfigError, match="zip"):
-        codec("zip")
+        find_codec("zip")

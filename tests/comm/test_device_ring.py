@@ -16,15 +16,15 @@ from rayps_client.errors import ConfigError
 from small_work import Small
 from torch import nn
 
-from benchmarks.gpu.device_step import worker_steps
+from benchmarks.gpu.device_step import make_worker_steps
 from rayps.comm.link import Listener
 from rayps.comm.ring import Ring
-from rayps.comm.ring.bucket_scatter import bucket_scatter
-from rayps.comm.ring.bucketed_mean import DeviceMean, pieces
+from rayps.comm.ring.bucket_scatter import make_bucket_scatter
+from rayps.comm.ring.bucketed_mean import DeviceMean, bucket_mean
 from rayps.comm.ring.device.choose_gpu_transport import NAMES, GpuFacts, choose_gpu_transport
 from rayps.comm.ring.device.device_group import GroupTransport
 from rayps.comm.ring.owned_slices import OwnedSlices
-from rayps.core.partition import slices
+from rayps.core.partition import cut_slices
 from rayps.tensors.device import Device
 from rayps.tensors.flat import Gradient, Layout
 
@@ -187,7 +187,7 @@ def test_means_over_samples(ranks, dtype, kind):
 def bucketed(rank):
     ring, n = rank.ring, 30_011
     vector = ring.buffer(n + 1, torch.float32)[:-1]
-    mean = pieces(ring, vector, [slice(20_000, n), slice(0, 20_000)], 4)
+    mean = bucket_mean(ring, vector, [slice(20_000, n), slice(0, 20_000)], 4)
     assert isinstance(mean, DeviceMean)
     for seed, samples in enumerate(([3, 1, 2, 5], [0, 4, 0, 1])):
         parts, mine = parts_of(rank, n, torch.float32, seed), samples[rank.number]
@@ -234,7 +234,7 @@ def others(rank):
         assert torch.equal(got.cpu(), torch.stack(parts))
         mine = parts[rank.number].clone().to(rank.place)
         kept = mine.clone()
-        got, own = ring.reduce_scatter(mine), slices(n, rank.size)[rank.number]
+        got, own = ring.reduce_scatter(mine), cut_slices(n, rank.size)[rank.number]
         assert got.device == rank.place
         assert got.dtype == dtype
         assert close_to(got.cpu(), naive_sum(parts)[own], [p[own] for p in parts])
@@ -303,7 +303,7 @@ class Trained(Small):
 
 def trains(rank, kind):
     torch.manual_seed(0)
-    loop, turn = worker_steps(Trained(n=40, batch=3, optimizer=kind), rank.ring, str(rank.place))
+    loop, turn = make_worker_steps(Trained(n=40, batch=3, optimizer=kind), rank.ring, str(rank.place))
     turn(10)
     assert loop.w.params.device == rank.place
     return loop.w.params.cpu().tolist()
@@ -583,7 +583,7 @@ def scattered(rank, dtype):
     layout = Layout.of((f"p{i}", torch.empty(size, dtype=dtype)) for i, size in enumerate([(700,), (30, 9), (), (1,)]))
     cuts = [slice(271, 972), slice(0, 271)]
     owned = OwnedSlices(rank.ring, cuts)
-    scatter = bucket_scatter(rank.ring, owned, dtype, several=True)
+    scatter = make_bucket_scatter(rank.ring, owned, dtype, several=True)
     parts = [values(r, layout.size, dtype).to(rank.place) for r in range(rank.size)]
     weights = [float(r + 1) for r in range(rank.size)]
     law = sum(w * p.double() for w, p in zip(weights, parts, strict=True)) / sum(weights)

@@ -10,9 +10,9 @@ from test_ring import every, form
 
 import rayps
 from rayps import AllReduce
-from rayps.comm.compress import ErrorFeedback, codec
-from rayps.comm.ring.compressed_mean import CompressedRing, compressed
-from rayps.core.partition import slices
+from rayps.comm.compress import ErrorFeedback, find_codec
+from rayps.comm.ring.compressed_mean import CompressedRing, choose_compressed_ring
+from rayps.core.partition import cut_slices
 from rayps.tensors.flat import Gradient
 
 NAMES = ["fp16", "bf16", "int8", "top_k:0.1"]
@@ -22,9 +22,9 @@ class Twin:
     """What N ranks hold after each mean, computed in one place."""
 
     def __init__(self, name, ranks, n, dtype):
-        self.cuts = slices(n, ranks)
-        self.sent = [ErrorFeedback(codec(name), n, dtype) for _ in range(ranks)]
-        self.folded = [ErrorFeedback(codec(name), cut.stop - cut.start, dtype) for cut in self.cuts]
+        self.cuts = cut_slices(n, ranks)
+        self.sent = [ErrorFeedback(find_codec(name), n, dtype) for _ in range(ranks)]
+        self.folded = [ErrorFeedback(find_codec(name), cut.stop - cut.start, dtype) for cut in self.cuts]
 
     def mean(self, vectors, samples):
         total, out = sum(samples), torch.zeros_like(vectors[0])
@@ -60,7 +60,7 @@ def rings(request):
 @pytest.mark.parametrize("name", NAMES)
 def test_all_ranks_hold_the_bits_of_the_twin(rings, name, n, dtype):
     size = len(rings)
-    twin, wrapped = Twin(name, size, n, dtype), {ring.rank: CompressedRing(ring, codec(name)) for ring in rings}
+    twin, wrapped = Twin(name, size, n, dtype), {ring.rank: CompressedRing(ring, find_codec(name)) for ring in rings}
     for turn in range(4):
         vectors = [torch.randn(n, dtype=torch.float64).to(dtype) for _ in rings]
         samples = [(3 * rank + turn) % 4 * 8 for rank in range(size)] if turn < 3 else [0] * size
@@ -78,7 +78,7 @@ def test_all_ranks_hold_the_bits_of_the_twin(rings, name, n, dtype):
 def test_what_all_ranks_heard_adds_up_to_what_they_meant(rings):
     """With equal batches the means telescope: nothing is lost but what is remembered now."""
     n, size = 2000, len(rings)
-    wrapped = {ring.rank: CompressedRing(ring, codec("top_k:0.02")) for ring in rings}
+    wrapped = {ring.rank: CompressedRing(ring, find_codec("top_k:0.02")) for ring in rings}
     meant, heard = torch.zeros(n, dtype=torch.float64), torch.zeros(n, dtype=torch.float64)
     for _ in range(20):
         vectors = [torch.randn(n, dtype=torch.float64) for _ in rings]
@@ -92,7 +92,7 @@ def test_what_all_ranks_heard_adds_up_to_what_they_meant(rings):
 
 
 def test_what_is_not_finite_reaches_everyone_and_is_gone_the_next_time(rings):
-    wrapped = {ring.rank: CompressedRing(ring, codec("int8")) for ring in rings}
+    wrapped = {ring.rank: CompressedRing(ring, find_codec("int8")) for ring in rings}
     for bad in (float("nan"), float("inf"), 0.5):
         vectors = [torch.ones(100) for _ in rings]
         vectors[0][7] = bad
@@ -101,7 +101,7 @@ def test_what_is_not_finite_reaches_everyone_and_is_gone_the_next_time(rings):
 
 
 def test_means_of_plain_tensors_are_exact(rings):
-    wrapped = {ring.rank: CompressedRing(ring, codec("int8")) for ring in rings}
+    wrapped = {ring.rank: CompressedRing(ring, find_codec("int8")) for ring in rings}
     held = every(rings, lambda ring: wrapped[ring.rank].mean(torch.full((10,), 0.1 + ring.rank, dtype=torch.float64)))
     assert torch.allclose(held[0], torch.full((10,), 0.1 + (len(rings) - 1) / 2, dtype=torch.float64), atol=1e-12)
     assert wrapped[0].size == len(rings)
@@ -111,7 +111,7 @@ def test_means_of_plain_tensors_are_exact(rings):
 def test_fewer_bytes_travel(name, less):
     n, counts = 100_000, []
     rings = form(4, prefer="tcp", algorithm="ring")
-    wrapped = {ring.rank: CompressedRing(ring, codec(name)) for ring in rings}
+    wrapped = {ring.rank: CompressedRing(ring, find_codec(name)) for ring in rings}
     for mean in (lambda ring, x: ring.mean(x), lambda ring, x: wrapped[ring.rank].mean(x)):
         before = [ring.bytes_sent for ring in rings]
         every(rings, lambda ring, mean=mean: mean(ring, gradient(torch.randn(n), 1)))
@@ -124,7 +124,7 @@ def test_fewer_bytes_travel(name, less):
 
 def test_auto_says_what_it_measured_and_all_ranks_agree():
     rings = form(3)
-    chosen = every(rings, lambda ring: compressed(ring, "auto", Gradient(ring.buffer(50_001), 0)))
+    chosen = every(rings, lambda ring: choose_compressed_ring(ring, "auto", Gradient(ring.buffer(50_001), 0)))
     for ring in rings:
         ring.close()
     facts = [found[1] for found in chosen]
@@ -151,7 +151,7 @@ class SlowLine:
 
 def test_auto_compresses_where_the_line_is_slow():
     rings = form(2)
-    chosen = every(rings, lambda ring: compressed(SlowLine(ring), "auto", Gradient(ring.buffer(1001), 0)))
+    chosen = every(rings, lambda ring: choose_compressed_ring(SlowLine(ring), "auto", Gradient(ring.buffer(1001), 0)))
     for ring in rings:
         ring.close()
     for found, facts in chosen:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rayps.comm.link import Listener
-from rayps.comm.link.tcp_facts import parsed, tcp_facts
+from rayps.comm.link.tcp_facts import parse, read_tcp_facts
 from rayps.comm.ring import Ring
 from rayps.core.time.member_times import LineFacts
 
@@ -94,9 +94,9 @@ def test_the_facts_of_a_socket_are_the_kernels():
             got = 0
             while got < 30_000:
                 got += len(there.recv(65536))
-            found = tcp_facts(here)
+            found = read_tcp_facts(here)
             assert found is not None and found.bytes <= 30_001 and found.rtt > 0
-    assert tcp_facts(here) is None  # closed
+    assert read_tcp_facts(here) is None  # closed
 
 
 def test_a_struct_is_read_at_its_offsets():
@@ -105,8 +105,8 @@ def test_a_struct_is_read_at_its_offsets():
     struct.pack_into("<I", raw, 100, 3)
     struct.pack_into("<Q", raw, 120, 1 << 33)
     struct.pack_into("<QQ", raw, 168, 5_000_000, 1_000_000)
-    assert parsed(bytes(raw)) == LineFacts(1 << 33, 4.0, 3, 0.0015)
-    assert parsed(bytes(raw)[:183]) is None  # an older kernel
+    assert parse(bytes(raw)) == LineFacts(1 << 33, 4.0, 3, 0.0015)
+    assert parse(bytes(raw)[:183]) is None  # an older kernel
 
 
 def test_lines_of_several_streams_and_generations():

@@ -18,9 +18,9 @@ from rayps.core.strategy.adaptive_staleness import (
     BoundCost,
     PushFacts,
     cost_of,
+    estimate_lost_share,
+    find_mean_and_error,
     is_complete,
-    lost_share,
-    mean_and_error,
 )
 from rayps.runtime.driver.bound_mover import BoundMover
 from rayps.runtime.records.journal import Journal
@@ -59,25 +59,27 @@ def test_an_interval_without_rounds_costs_nothing():
 
 def test_old_pushes_that_make_no_progress_are_lost():
     rounds = [*facts(60), *facts(20, between=20, agreement=1e-9)]
-    assert lost_share(rounds, 4) == pytest.approx(0.25, abs=0.05)
-    assert lost_share(rounds, 20) == 0.0  # with 20 workers, 20 pushes in between are those of a synchronous round
+    assert estimate_lost_share(rounds, 4) == pytest.approx(0.25, abs=0.05)
+    assert (
+        estimate_lost_share(rounds, 20) == 0.0
+    )  # with 20 workers, 20 pushes in between are those of a synchronous round
 
 
 def test_old_pushes_that_go_backwards_cost_more_than_their_share():
-    assert lost_share([*facts(60), *facts(20, between=20, agreement=-0.5)], 4) > 0.4
+    assert estimate_lost_share([*facts(60), *facts(20, between=20, agreement=-0.5)], 4) > 0.4
 
 
 def test_a_difference_within_noise_costs_nothing():
     noisy = [PushFacts(0, 1.0, 0.0, b, a) for b in (4, 20) for a in (-1.0, 1.0, 0.9, -0.8, 0.2)]
-    assert lost_share(noisy, 4) == 0.0
-    assert lost_share(facts(24, agreement=None), 4) == 0.0
-    assert lost_share([*facts(24), *facts(1, between=20, agreement=-1.0)], 4) == 0.0  # one push has no error
+    assert estimate_lost_share(noisy, 4) == 0.0
+    assert estimate_lost_share(facts(24, agreement=None), 4) == 0.0
+    assert estimate_lost_share([*facts(24), *facts(1, between=20, agreement=-1.0)], 4) == 0.0  # one push has no error
 
 
 def test_means_and_their_errors():
-    assert mean_and_error([]) == (pytest.approx(math.nan, nan_ok=True), math.inf)
-    assert mean_and_error([2.0]) == (2.0, math.inf)
-    assert mean_and_error([1.0, 3.0]) == (2.0, 1.0)
+    assert find_mean_and_error([]) == (pytest.approx(math.nan, nan_ok=True), math.inf)
+    assert find_mean_and_error([2.0]) == (2.0, math.inf)
+    assert find_mean_and_error([1.0, 3.0]) == (2.0, 1.0)
 
 
 def test_an_interval_is_complete_after_some_rounds_or_clear_waiting():

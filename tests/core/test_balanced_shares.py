@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayps.core.rows.balanced_shares import RowSpeeds, balanced_shares, round_seconds
-from rayps.core.rows.row_shares import even_shares
+from rayps.core.rows.balanced_shares import RowSpeeds, balance_shares, estimate_round_seconds
+from rayps.core.rows.row_shares import cut_evenly
 from rayps.core.time.slow_ranks import INTERVALS, WINDOW, SlowRanks
 
 seconds_of_a_row = st.floats(0.001, 0.1)
@@ -24,47 +24,49 @@ def all_shares(rows, ranks, largest):
 def test_no_other_shares_have_a_shorter_round(rows, seconds):
     ranks = len(seconds)
     rows = max(rows, ranks)
-    now = even_shares(rows, ranks)
+    now = cut_evenly(rows, ranks)
     largest = max(-(-rows // ranks), int(4 * rows / ranks))
-    best = min(round_seconds(shares, seconds) for shares in all_shares(rows, ranks, largest))
-    found = balanced_shares(now, seconds, gain=0.0)
-    assert round_seconds(found or now, seconds) <= best + 0.001 + 1e-12  # gains of less than a millisecond do not count
+    best = min(estimate_round_seconds(shares, seconds) for shares in all_shares(rows, ranks, largest))
+    found = balance_shares(now, seconds, gain=0.0)
+    assert (
+        estimate_round_seconds(found or now, seconds) <= best + 0.001 + 1e-12
+    )  # gains of less than a millisecond do not count
     if found is not None:
-        assert round_seconds(found, seconds) == pytest.approx(best)
+        assert estimate_round_seconds(found, seconds) == pytest.approx(best)
 
 
 @given(st.integers(1, 500), st.lists(seconds_of_a_row, min_size=1, max_size=8))
 def test_the_rows_are_kept_and_each_rank_has_some(rows, seconds):
     ranks = len(seconds)
-    now = even_shares(max(rows, ranks), ranks)
-    found = balanced_shares(now, seconds)
+    now = cut_evenly(max(rows, ranks), ranks)
+    found = balance_shares(now, seconds)
     if found is not None:
         assert sum(found) == sum(now) and min(found) >= 1
         assert max(found) <= max(4 * sum(now) / ranks, max(now))
-        assert round_seconds(found, seconds) <= 0.9 * round_seconds(now, seconds)
-        assert balanced_shares(found, seconds) is None  # the result is stable
+        assert estimate_round_seconds(found, seconds) <= 0.9 * estimate_round_seconds(now, seconds)
+        assert balance_shares(found, seconds) is None  # the result is stable
 
 
 @given(st.integers(8, 500), st.integers(1, 8), seconds_of_a_row)
 def test_equal_speeds_change_nothing(rows, ranks, seconds):
-    assert balanced_shares(even_shares(rows, ranks), [seconds] * ranks) is None
+    assert balance_shares(cut_evenly(rows, ranks), [seconds] * ranks) is None
 
 
 def test_a_rank_of_half_the_speed_has_half_the_rows():
-    assert balanced_shares((30, 30, 30), (0.002, 0.001, 0.001)) == (18, 36, 36)
+    assert balance_shares((30, 30, 30), (0.002, 0.001, 0.001)) == (18, 36, 36)
 
 
 def test_ranks_that_are_equal_again_have_equal_shares_again():
-    assert balanced_shares((18, 36, 36), (0.001, 0.001, 0.001)) == (30, 30, 30)
+    assert balance_shares((18, 36, 36), (0.001, 0.001, 0.001)) == (30, 30, 30)
 
 
 @pytest.mark.parametrize("slower, changes", [(1.05, False), (1.3, True)])
 def test_a_small_gain_changes_nothing(slower, changes):
-    assert (balanced_shares((100, 100), (0.001 * slower, 0.001)) is not None) == changes
+    assert (balance_shares((100, 100), (0.001 * slower, 0.001)) is not None) == changes
 
 
 def test_no_rank_takes_more_than_four_times_an_even_share():
-    assert balanced_shares((10, 10, 10, 10, 10), (1.0, 1.0, 1.0, 1.0, 0.001)) == (3, 3, 2, 2, 40)
+    assert balance_shares((10, 10, 10, 10, 10), (1.0, 1.0, 1.0, 1.0, 0.001)) == (3, 3, 2, 2, 40)
 
 
 def test_speeds_are_medians_of_the_last_rounds():

@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from rayps.cli.report import bar, lines
-from rayps.cli.report_page import page
+from rayps.cli.report import draw_bar, write_lines
+from rayps.cli.report_page import write_page
 from rayps.core.time.goodput import MOST_SLICES, ProcessTimes, TimeEvent, job_time, read_job_time
 from rayps.core.time.machine_waits import MachineWaits
 from rayps.core.time.member_times import MemberTimes
@@ -143,29 +143,29 @@ def example():
 
 
 def test_the_report_in_text_has_goodput_verdict_bars_and_waits():
-    text = lines(report_of(example(), "a"))
+    text = write_lines(report_of(example(), "a"))
     assert text[0] == "goodput: 70.0% of the workers' time was useful"
     assert text[2].startswith("verdict: worker-1 on <b> holds up the others")
     assert any(each.startswith("worker-0 ################wwwwwwwwwwwwwwwwwwwwwwww") for each in text)
     assert text[-1] == "worker-0 waited for worker-1 6.0 s"
-    assert lines(report_of(job_time([])))[0] == "goodput: no worker has reported yet"
+    assert write_lines(report_of(job_time([])))[0] == "goodput: no worker has reported yet"
 
 
 def test_the_page_needs_nothing_from_elsewhere_and_shows_text_as_text():
-    text = page(report_of(example(), "a <script>"))
+    text = write_page(report_of(example(), "a <script>"))
     assert text.count("<svg") == 2 and "70.0%" in text and "worker-1 &lt;died&gt;" in text
     assert "<script" not in text and "<b>&lt;" not in text and "on <b>" not in text
     for word in ("http://", "https://", "src=", "href=", "@import", "url("):
         assert word not in text
-    assert page(report_of(job_time([]))).startswith("<!doctype html>")
+    assert write_page(report_of(job_time([]))).startswith("<!doctype html>")
 
 
 def test_each_part_has_a_colour_and_a_letter():
     assert set(COLOURS) == set(PARTS) and len(set(COLOURS.values())) == len(PARTS)
-    letters = {bar({part: 1.0})[0] for part in PARTS}
+    letters = {draw_bar({part: 1.0})[0] for part in PARTS}
     assert len(letters) == len(PARTS)
 
 
 def test_a_bar_has_its_width_whatever_the_shares():
     for shares in ({}, {"compute": 1.0}, dict.fromkeys(PARTS, 0.1), {"compute": 0.999, "data": 0.001}):
-        assert len(bar(shares)) == 40
+        assert len(draw_bar(shares)) == 40

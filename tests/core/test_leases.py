@@ -18,8 +18,8 @@ from rayps.core.rows.leases import (
     Leases,
     Marks,
     PushId,
-    joined,
-    lease_size,
+    choose_lease_size,
+    join_ranges,
 )
 from rayps.core.strategy.staleness_bound import ActiveRanks, Clock, PushCount
 from rayps.ps.protocol.members import MemberChange, MemberChangeKind, with_members
@@ -372,7 +372,7 @@ def test_history_that_a_snapshot_has_is_dropped():
 
 def test_ranges_that_follow_each_other_are_joined():
     one = BlockRange(0, 2, 3, (PushId(0, 1),))
-    assert joined([BlockRange(0, 0, 1), BlockRange(0, 1, 2), one, BlockRange(0, 3, 4), BlockRange(1, 4, 5)]) == [
+    assert join_ranges([BlockRange(0, 0, 1), BlockRange(0, 1, 2), one, BlockRange(0, 3, 4), BlockRange(1, 4, 5)]) == [
         BlockRange(0, 0, 2), one, BlockRange(0, 3, 4), BlockRange(1, 4, 5)
     ]  # fmt: skip
 
@@ -396,13 +396,13 @@ def test_damaged_data_is_refused(data):
 
 
 def test_the_size_of_a_lease():
-    assert lease_size(None, 1000, 2) == 1  # the pace is not known
-    assert lease_size(0.01, 1000, 2) == round(LEASE_SECONDS / 0.01)
-    assert lease_size(1e-9, 10_000, 1) == MOST_BLOCKS
-    assert lease_size(30.0, 1000, 2) == 1
-    assert lease_size(0.01, 100, 2) == 25  # half an equal share of what is left
-    assert lease_size(0.01, 4, 2) == round(LEAST_SECONDS / 0.01)
-    assert lease_size(0.1, 1000, 2, gap=3.0) == 60  # twice the longest time between two visits
-    assert lease_size(0.1, 1000, 2, gap=LEASE_SECONDS / 4) == lease_size(0.1, 1000, 2)
-    assert lease_size(0.1, 40, 2, gap=3.0) == 10  # all workers still end at about the same time
-    assert lease_size(0.001, 10_000, 2, gap=60.0) == MOST_BLOCKS
+    assert choose_lease_size(None, 1000, 2) == 1  # the pace is not known
+    assert choose_lease_size(0.01, 1000, 2) == round(LEASE_SECONDS / 0.01)
+    assert choose_lease_size(1e-9, 10_000, 1) == MOST_BLOCKS
+    assert choose_lease_size(30.0, 1000, 2) == 1
+    assert choose_lease_size(0.01, 100, 2) == 25  # half an equal share of what is left
+    assert choose_lease_size(0.01, 4, 2) == round(LEAST_SECONDS / 0.01)
+    assert choose_lease_size(0.1, 1000, 2, gap=3.0) == 60  # twice the longest time between two visits
+    assert choose_lease_size(0.1, 1000, 2, gap=LEASE_SECONDS / 4) == choose_lease_size(0.1, 1000, 2)
+    assert choose_lease_size(0.1, 40, 2, gap=3.0) == 10  # all workers still end at about the same time
+    assert choose_lease_size(0.001, 10_000, 2, gap=60.0) == MOST_BLOCKS

@@ -13,7 +13,7 @@ from rayps_client.errors import CheckpointError
 from torch.optim import SGD
 
 from rayps.core.failpoint import VARIABLE, parse
-from rayps.core.job.repeated_pushes import WINDOW, Ledger, union
+from rayps.core.job.repeated_pushes import WINDOW, Ledger, merge_ledgers
 from rayps.ps.client.replay_buffer import ReplayBuffer
 from rayps.ps.protocol.pieces import Extent
 from rayps.ps.server.dense_segment import Shard
@@ -62,8 +62,8 @@ def test_skipped_steps_are_counted_where_they_are_counted():
     assert Ledger.from_json({"marks": [4, 2], "above": {}}).skipped is None
     ledger.copy().skipped[0] = 9
     assert ledger.skipped == {0: 3, 1: 1}
-    assert union([ledger, Ledger([5, 2]), Ledger([3, 3], skipped={0: 2, 1: 2})]).skipped == {0: 3, 1: 2}
-    assert union([Ledger([4, 2]), Ledger([5, 2])]).skipped is None
+    assert merge_ledgers([ledger, Ledger([5, 2]), Ledger([3, 3], skipped={0: 2, 1: 2})]).skipped == {0: 3, 1: 2}
+    assert merge_ledgers([Ledger([4, 2]), Ledger([5, 2])]).skipped is None
 
 
 @given(PUSHES, st.integers(0, 2), st.integers(0, 15))
@@ -90,7 +90,7 @@ def test_what_cannot_be_is_refused_and_changes_nothing(rank, step, words):
 
 @given(st.lists(PUSHES, min_size=1, max_size=3))
 def test_anywhere_is_what_one_of_them_has(several):
-    common = union([filed(pushes) for pushes in several])
+    common = merge_ledgers([filed(pushes) for pushes in several])
     found = [max(filed(pushes).marks[rank] for pushes in several) for rank in range(3)]
     for rank in range(3):
         for step in range(14):

@@ -4,7 +4,7 @@ import pytest
 from rayps_client.errors import ConfigError
 
 import rayps
-from rayps.core.metric_direction import chosen_direction, direction_of
+from rayps.core.metric_direction import choose_direction, direction_of
 from rayps.runtime.results.early_stopping import MetricWatch
 
 LOW = [
@@ -30,12 +30,12 @@ def test_the_words_of_a_name_say_which_value_is_the_best(metric, direction):
 
 
 def test_a_mode_counts_more_than_the_name():
-    assert chosen_direction("loss", "max") == "max" and chosen_direction("constant", "min") == "min"
-    assert chosen_direction("accuracy") == "max"
+    assert choose_direction("loss", "max") == "max" and choose_direction("constant", "min") == "min"
+    assert choose_direction("accuracy") == "max"
     with pytest.raises(ConfigError, match=r"'constant' does not say .*: correct the name .* give mode="):
-        chosen_direction("constant")
+        choose_direction("constant")
     with pytest.raises(ConfigError, match="mode is 'most': give one of min, max, auto"):
-        chosen_direction("loss", "most")
+        choose_direction("loss", "most")
 
 
 @pytest.mark.parametrize("metric", LOW)

@@ -1,7 +1,7 @@
 import pytest
 
 from rayps.core.job.records import ROUND_FIELDS
-from rayps.core.metrics import COLUMNS, KEPT_ROUNDS, Rounds, Throughput, history
+from rayps.core.metrics import COLUMNS, KEPT_ROUNDS, Rounds, Throughput, make_history
 
 
 def point(rank, number, loss=1.0, samples=2, lead=0, **more):
@@ -94,7 +94,7 @@ def test_history_keeps_the_last_telling_of_a_round():
             "strategy": "all_reduce",
         }
 
-    table = history(
+    table = make_history(
         [
             merged(0, 3.0),
             merged(2, 9.0),
@@ -108,7 +108,7 @@ def test_history_keeps_the_last_telling_of_a_round():
     assert table.column("generation").to_pylist() == [1, 2, 2]
     assert table.column("staleness").to_pylist() == [0, 3, 0]
     assert table.column("evaluation_accuracy").to_pylist() == [None, 0.5, None]
-    assert history([]).num_rows == 0
+    assert make_history([]).num_rows == 0
 
 
 def test_throughput_is_over_the_window():
@@ -143,9 +143,9 @@ def test_pulls_of_rows_are_told_where_there_are_tables():
     rounds = Rounds(2, 1, "hybrid")
     merged = rounds.add([point(0, 0, pull=0.5, pull_hidden=0.25), point(1, 0, pull=0.25, pull_hidden=0.25)])
     assert (merged[0]["pull"], merged[0]["pull_hidden"]) == (0.375, 0.25)
-    assert history(merged)["pull_hidden"].to_pylist() == [0.25]
+    assert make_history(merged)["pull_hidden"].to_pylist() == [0.25]
     [merged] = Rounds(1, 1, "all_reduce").add([point(0, 0)])
-    assert "pull" not in merged and "pull" not in history([merged]).column_names
+    assert "pull" not in merged and "pull" not in make_history([merged]).column_names
 
 
 def test_after_a_mending_what_was_said_of_later_rounds_is_void_and_of_earlier_ones_it_may_come_yet():

@@ -3,25 +3,25 @@ import math
 import pytest
 from rayps_client.errors import ConfigError
 
-from rayps.core.partition import part, place, slices, spots
+from rayps.core.partition import cut_slices, find_bounds, place, place_with_backups
 
 
 @pytest.mark.parametrize("n", [0, 1, 2, 3, 7, 8, 9, 1001])
 @pytest.mark.parametrize("parts", [1, 2, 3, 8])
 def test_slices_cover_in_order_and_evenly(n, parts):
-    cut = slices(n, parts)
+    cut = cut_slices(n, parts)
     assert len(cut) == parts
     assert [i for s in cut for i in range(s.start, s.stop)] == list(range(n))
-    assert [part(n, parts, i) for i in range(parts)] == [(s.start, s.stop) for s in cut]
+    assert [find_bounds(n, parts, i) for i in range(parts)] == [(s.start, s.stop) for s in cut]
     lengths = [s.stop - s.start for s in cut]
     assert max(lengths) - min(lengths) <= 1
 
 
 def test_impossible_cuts_are_refused():
     with pytest.raises(ConfigError, match="parts >= 1"):
-        slices(3, 0)
+        cut_slices(3, 0)
     with pytest.raises(ConfigError, match="n >= 0"):
-        slices(-1, 2)
+        cut_slices(-1, 2)
 
 
 def test_segments_are_spread_evenly_and_few_move_when_a_server_joins_or_leaves():
@@ -90,7 +90,7 @@ def test_copies_are_spread_as_primaries_are():
     names = [f"server-{i}" for i in range(5)]
     for number in range(30):
         for replicas in (1, 2):
-            found = spots([f"job-{number}/{i}" for i in range(16)], names, replicas, bound=1.25)
+            found = place_with_backups([f"job-{number}/{i}" for i in range(16)], names, replicas, bound=1.25)
             copies = spread([server for one in found for server in one[1:]], 5)
             assert max(copies) <= math.ceil(1.25 * 16 * replicas / 5) + 1, (number, replicas, copies)
             assert all(len(set(one)) == replicas + 1 for one in found)
@@ -99,17 +99,19 @@ def test_copies_are_spread_as_primaries_are():
 def test_copies_are_further_servers_clockwise_on_other_machines_first():
     names, keys = [f"server-{i}" for i in range(6)], [f"job/{i}" for i in range(60)]
     for replicas in (0, 1, 2, 5, 9):
-        found = spots(keys, names, replicas)
+        found = place_with_backups(keys, names, replicas)
         assert all(len(set(one)) == len(one) == min(replicas, 5) + 1 for one in found)
         assert [one[0] for one in found] == place(keys, names)
     # whoever is next takes over when a server dies
     dead = [name for name in names if name != "server-2"]
-    for one, then in zip(spots(keys, names, 1), place(keys, dead), strict=True):
+    for one, then in zip(place_with_backups(keys, names, 1), place(keys, dead), strict=True):
         if one[0] == 2:
             assert dead[then] == names[one[1]]
     hosts = ["a", "a", "a", "b", "b", "c"]
-    for one in spots(keys, names, 2, hosts=hosts):
+    for one in place_with_backups(keys, names, 2, hosts=hosts):
         assert len({hosts[i] for i in one}) == 3
-    for one in spots(keys, names, 3, hosts=hosts):
+    for one in place_with_backups(keys, names, 3, hosts=hosts):
         assert len(one) == 4 and len({hosts[i] for i in one[:3]}) == 3
-    assert all(len(one) == 2 for one in spots(keys, names[:3], 1, hosts=["a"] * 3))  # one machine is all there is
+    assert all(
+        len(one) == 2 for one in place_with_backups(keys, names[:3], 1, hosts=["a"] * 3)
+    )  # one machine is all there is

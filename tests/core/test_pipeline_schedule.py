@@ -12,7 +12,7 @@ from rayps_client.errors import ConfigError
 
 from rayps.core.pipeline import gantt
 from rayps.core.pipeline import schedule as schedules
-from rayps.core.pipeline.schedule import Action, needs, splits, table
+from rayps.core.pipeline.schedule import Action, make_table, needs, splits
 from rayps.core.pipeline.simulate import simulate
 from rayps.core.pipeline.validate import read, to_json, validate, walk
 from rayps.core.strategy.replica import SCHEDULES
@@ -33,8 +33,8 @@ def test_idle_share_makespan_and_peaks(schedule):
     forward, backward = Fraction(3, 7), Fraction(5, 4)
     for p, m in SIZES:
         for seconds in (None, {"F": forward, "B": backward}):
-            found = simulate(table(schedule, p, m), seconds)
-            assert found.idle == Fraction(p - 1, m + p - 1) == schedules.idle(schedule, p, m)
+            found = simulate(make_table(schedule, p, m), seconds)
+            assert found.idle == Fraction(p - 1, m + p - 1) == schedules.compute_idle(schedule, p, m)
             assert found.makespan == (m + p - 1) * (3 if seconds is None else forward + backward)
             assert found.idles == [found.idle] * p
             assert found.peaks == [m if schedule == "gpipe" else min(m, p - rank) for rank in range(p)]
@@ -42,20 +42,20 @@ def test_idle_share_makespan_and_peaks(schedule):
 
 def test_interleaved_idles_less_and_holds_more():
     for p, m, v in cases("interleaved"):
-        found = simulate(table("interleaved", p, m, v))
-        assert found.idle == Fraction(p - 1, v * m + p - 1) == schedules.idle("interleaved", p, m, v)
+        found = simulate(make_table("interleaved", p, m, v))
+        assert found.idle == Fraction(p - 1, v * m + p - 1) == schedules.compute_idle("interleaved", p, m, v)
         assert found.peaks == [min(v * m, 2 * (p - r - 1) + (v - 1) * p + 1) for r in range(p)]
-    assert simulate(table("interleaved", 4, 8, 2)).peaks == [11, 9, 7, 5]  # chunks of half the size; 1f1b 4 3 2 1
+    assert simulate(make_table("interleaved", 4, 8, 2)).peaks == [11, 9, 7, 5]  # chunks of half the size; 1f1b 4 3 2 1
 
 
 def test_zero_bubble_waits_for_a_third_of_1f1b_with_the_same_activations():
     for p, m in SIZES:
-        found = simulate(table("zero_bubble", p, m))
+        found = simulate(make_table("zero_bubble", p, m))
         least = 3 * m + p - 1 if m >= p else 2 * m + 2 * p - 1
         assert found.makespan == least
-        assert found.idle == 1 - Fraction(3 * m, least) == schedules.idle("zero_bubble", p, m)
+        assert found.idle == 1 - Fraction(3 * m, least) == schedules.compute_idle("zero_bubble", p, m)
         assert found.peaks == [min(m, p)] * p
-        before = simulate(table("1f1b", p, m))
+        before = simulate(make_table("1f1b", p, m))
         assert max(found.peaks) == max(before.peaks)
         if m >= p:  # waiting per worker: (p-1)(F+B-W) beside (p-1)(F+B+W)
             assert found.makespan - 3 * m == Fraction(before.makespan - 3 * m, 3)
@@ -64,34 +64,34 @@ def test_zero_bubble_waits_for_a_third_of_1f1b_with_the_same_activations():
 def test_zero_bubble_with_other_times_waits_as_the_paper_says():
     forward, backward, weights = Fraction(5), Fraction(6), Fraction(4)  # W no longer than F and B
     for p, m in [(2, 8), (4, 8), (4, 16), (8, 32)]:
-        found = simulate(table("zero_bubble", p, m), {"F": forward, "B": backward, "W": weights})
+        found = simulate(make_table("zero_bubble", p, m), {"F": forward, "B": backward, "W": weights})
         assert found.rows[0][-1][2] == m * (forward + backward + weights) + (p - 1) * (forward + backward - weights)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_formulas_of_peaks(schedule):
     for p, m, v in cases(schedule):
-        found = simulate(table(schedule, p, m, v))
-        assert found.peaks == [schedules.peak(schedule, p, m, rank, v) for rank in range(p)]
+        found = simulate(make_table(schedule, p, m, v))
+        assert found.peaks == [schedules.compute_peak(schedule, p, m, rank, v) for rank in range(p)]
 
 
 def test_one_micro_batch_is_the_naive_split():
     for p in range(1, 9):
-        assert simulate(table("gpipe", p, 1)).idle == Fraction(p - 1, p)
+        assert simulate(make_table("gpipe", p, 1)).idle == Fraction(p - 1, p)
 
 
 def test_a_transfer_delays_what_needs_it_and_occupies_nobody():
     p, m = 4, 1
-    assert simulate(table("gpipe", p, m), transfer=2).makespan == 3 * p + 2 * 2 * (p - 1)
-    near = simulate(table("gpipe", 1, 5), transfer=100)
+    assert simulate(make_table("gpipe", p, m), transfer=2).makespan == 3 * p + 2 * 2 * (p - 1)
+    near = simulate(make_table("gpipe", 1, 5), transfer=100)
     assert near.makespan == 15 and near.idle == 0  # nothing travels within a worker
-    apart = simulate(table("gpipe", 2, 3), transfer=Fraction(1, 2))
+    apart = simulate(make_table("gpipe", 2, 3), transfer=Fraction(1, 2))
     assert [start for action, start, _ in apart.rows[1] if action.kind == "F"] == [1.5, 2.5, 3.5]
 
 
 def test_stages_that_are_not_alike_wait_for_the_slowest():
     slow = 2
-    found = simulate(table("gpipe", 4, 100), lambda action: 5 if action.chunk == slow else 1)
+    found = simulate(make_table("gpipe", 4, 100), lambda action: 5 if action.chunk == slow else 1)
     assert found.idles[slow] < 0.03 < 0.7 < min(found.idles[:slow] + found.idles[slow + 1 :])
 
 
@@ -108,13 +108,13 @@ def test_torch_makes_the_same_tables():
         return [[action for action in row if action[0] in "FB"] for row in actions]  # it adds gradient scaling
 
     for p, m in [(1, 1), (2, 1), (2, 2), (4, 8), (8, 3), (8, 32)]:
-        assert golden("GPipe", p, m, 1) == table("gpipe", p, m)
+        assert golden("GPipe", p, m, 1) == make_table("gpipe", p, m)
     for p, m, v in [(2, 2, 2), (2, 8, 2), (4, 8, 2), (4, 16, 3), (3, 6, 2), (8, 16, 2), (8, 32, 4)]:
-        assert golden("Interleaved1F1B", p, m, v) == table("interleaved", p, m, v)
+        assert golden("Interleaved1F1B", p, m, v) == make_table("interleaved", p, m, v)
 
 
 def test_1f1b_by_hand():
-    rows = [" ".join(map(str, row)) for row in table("1f1b", 3, 4)]
+    rows = [" ".join(map(str, row)) for row in make_table("1f1b", 3, 4)]
     assert rows == [
         "0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3",
         "1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3",
@@ -123,7 +123,7 @@ def test_1f1b_by_hand():
 
 
 def test_zero_bubble_by_hand():
-    rows = [" ".join(map(str, row)) for row in table("zero_bubble", 3, 4)]
+    rows = [" ".join(map(str, row)) for row in make_table("zero_bubble", 3, 4)]
     assert rows == [
         "0F0 0F1 0F2 0B0 0W0 0F3 0B1 0W1 0B2 0W2 0B3 0W3",
         "1F0 1F1 1B0 1F2 1B1 1W0 1F3 1B2 1W1 1B3 1W2 1W3",
@@ -134,7 +134,7 @@ def test_zero_bubble_by_hand():
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_table_is_valid_and_goes_through_text(schedule):
     for p, m, v in cases(schedule):
-        made = table(schedule, p, m, v)
+        made = make_table(schedule, p, m, v)
         validate(made, p, m, v)
         assert len(list(walk(made))) == sum(map(len, made))
         if m < 9:
@@ -156,7 +156,7 @@ def test_every_table_is_valid_and_goes_through_text(schedule):
 )
 def test_numbers_that_make_no_schedule(given, field):
     with pytest.raises(ConfigError) as error:
-        table(*given)
+        make_table(*given)
     assert error.value.data["field"] == field
 
 
@@ -182,7 +182,7 @@ def runs(rows, chunks):
 @pytest.mark.parametrize(("p", "m"), [(1, 2), (2, 4), (3, 3), (4, 8)])
 def test_no_mutation_passes(schedule, p, m):
     v = 2 if schedule == "interleaved" else 1
-    made = table(schedule, p, m, v)
+    made = make_table(schedule, p, m, v)
     refused = possible = 0
     for rank, row in enumerate(made):
         for i, action in enumerate(row):
@@ -211,7 +211,7 @@ def test_random_orders_are_judged_right(schedule):
     for _ in range(300):
         p = order.choice([2, 3])
         v = 2 if schedule == "interleaved" else 1
-        rows = table(schedule, p, p, v)
+        rows = make_table(schedule, p, p, v)
         for row in rows:
             for _ in range(order.choice([0, 1, 2])):
                 i, j = order.randrange(len(row)), order.randrange(len(row))
@@ -239,7 +239,7 @@ def test_random_orders_are_judged_right(schedule):
 )
 def test_what_the_validator_says(change, says):
     with pytest.raises(ConfigError, match=says):
-        validate(change(table("1f1b", 2, 2)), 2, 2)
+        validate(change(make_table("1f1b", 2, 2)), 2, 2)
 
 
 def test_a_deadlock_names_who_waits_for_what():
@@ -279,7 +279,7 @@ def test_torchs_padding_is_read():
 
 
 def test_the_chart_of_a_small_schedule():
-    assert gantt.text(simulate(table("1f1b", 2, 2))).splitlines() == [
+    assert gantt.draw_text(simulate(make_table("1f1b", 2, 2))).splitlines() == [
         "stage 0 │F0    F1    ············B0──────────······B1──────────",
         "stage 1 │······F0    B0──────────F1    B1──────────············",
         "        └──────────────────────────────────────────────────────",
@@ -292,25 +292,25 @@ def test_the_chart_of_a_small_schedule():
 @pytest.mark.parametrize("width", [40, 100])
 def test_charts_keep_their_width_and_columns(schedule, width):
     for p, m in [(1, 1), (2, 4), (4, 8), (3, 27), (8, 64), (12, 240)]:
-        timeline = simulate(table(schedule, p, m, 2 if schedule == "interleaved" else 1))
-        lines = gantt.text(timeline, width).splitlines()
+        timeline = simulate(make_table(schedule, p, m, 2 if schedule == "interleaved" else 1))
+        lines = gantt.draw_text(timeline, width).splitlines()
         bars, axis = lines[:p], lines[p]
         assert {len(line) for line in bars} == {len(axis)} and len(axis) <= width
         assert [line.index("│") for line in bars] == [axis.index("└")] * p
         waiting = sum(line.count("·") for line in bars) / sum(len(line) - axis.index("└") - 1 for line in bars)
         assert abs(waiting - float(timeline.idle)) < 0.02 + p * 2 / width  # columns are rounded
-        coloured = gantt.text(timeline, width, colour=True)
+        coloured = gantt.draw_text(timeline, width, colour=True)
         assert re.sub(r"\x1b\[[\d;]*m", "", coloured) == "\n".join(lines) != coloured
 
 
 def test_a_chart_of_seconds_says_so():
-    timeline = simulate(table("gpipe", 2, 3), {"F": 0.0012, "B": 0.003}, transfer=0.0001)
-    assert gantt.text(timeline, unit=" s").splitlines()[3].endswith(f"{timeline.makespan:.4g} s")
+    timeline = simulate(make_table("gpipe", 2, 3), {"F": 0.0012, "B": 0.003}, transfer=0.0001)
+    assert gantt.draw_text(timeline, unit=" s").splitlines()[3].endswith(f"{timeline.makespan:.4g} s")
 
 
 def test_the_svg_has_every_action_where_it_belongs():
-    timeline = simulate(table("interleaved", 2, 4, 2))
-    root = ElementTree.fromstring(gantt.svg(timeline, "2 stages < 3 & more"))
+    timeline = simulate(make_table("interleaved", 2, 4, 2))
+    root = ElementTree.fromstring(gantt.draw_svg(timeline, "2 stages < 3 & more"))
     name = "{http://www.w3.org/2000/svg}"
     groups = root.findall(f"{name}g")
     assert len(groups) == sum(map(len, timeline.rows)) == 32

@@ -22,7 +22,7 @@ from rayps.cli import main as cli_main
 from rayps.core import metrics
 from rayps.core.job.job_status import Status
 from rayps.core.job.records import Point
-from rayps.core.job.returned_rounds import RETURNED, counted, is_void
+from rayps.core.job.returned_rounds import RETURNED, is_void, select_counted
 from rayps.runtime.records.journal import Journal
 from rayps.service.client import Client
 from rayps.service.sweeps.comparison import BATCH_LOSS
@@ -228,7 +228,7 @@ def test_a_reader_shows_each_round_once_the_later_one(
         found = by_command(site, job, capsys, monkeypatch)
     else:
         points = [point for _, part in points_of(RUNS[name]) for point in part]
-        table = metrics.history(metrics.until(points, max(truth(RUNS[name])[0]) + 1)).to_pylist()
+        table = metrics.make_history(metrics.cut_points(points, max(truth(RUNS[name])[0]) + 1)).to_pylist()
         found = {row["round"]: row["loss"] for row in table}, truth(RUNS[name])[1]
         assert len(table) == len(found[0])
     assert found == truth(RUNS[name])
@@ -268,7 +268,7 @@ def test_buckets_of_any_size_count_each_round_once(
         inside = [loss for at, loss in losses.items() if bucket["round"] <= at <= bucket["round_end"]]
         assert bucket["count"] == len(inside) and bucket["loss"]["mean"] == pytest.approx(sum(inside) / len(inside))
     assert {each["round"]: each["metrics"]["error"] for each in found.evaluations} == errors
-    assert once(counted(map(json.loads, lines))) == (losses, errors)
+    assert once(select_counted(map(json.loads, lines))) == (losses, errors)
 
 
 def test_what_is_void_after_a_return() -> None:

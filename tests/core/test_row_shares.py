@@ -13,7 +13,7 @@ from rayps_client.errors import ConfigError
 import rayps
 from rayps.core.grid import Grid
 from rayps.core.rows.phase_rounds import Calendar
-from rayps.core.rows.row_shares import RowShares, dealt, even_shares
+from rayps.core.rows.row_shares import RowShares, cut_evenly, deal_places
 from rayps.core.strategy.elastic import ElasticWorkers, range_of, workers_of_text
 from rayps.data.base import Data
 from rayps.data.dealt_rows import DealtRows
@@ -38,7 +38,7 @@ def test_equal_shares_are_the_rows_of_a_fixed_number_of_workers(
 
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=6).filter(any))
 def test_places_are_dealt_once_and_in_turn(shares: list[int]) -> None:
-    places = [dealt(shares, rank) for rank in range(len(shares))]
+    places = [deal_places(shares, rank) for rank in range(len(shares))]
     assert sorted(itertools.chain(*places)) == list(range(sum(shares)))
     assert [len(own) for own in places] == shares
     turns = [[rank for rank, share in enumerate(shares) if share > turn] for turn in range(max(shares))]
@@ -87,7 +87,7 @@ def test_each_row_once_an_epoch_whatever_the_changes(rows: int, memberships: lis
 def test_a_global_batch_takes_the_same_rows_with_any_number_of_workers() -> None:
     data = rayps.data.tensors(torch.arange(50), batch_size=3)
     for size in (1, 2, 3, 5, 7):
-        shared = DealtRows(data, RowShares(0, 0, 0, even_shares(10, size)))
+        shared = DealtRows(data, RowShares(0, 0, 0, cut_evenly(10, size)))
         for index in range(5):
             found = [
                 row

@@ -8,7 +8,7 @@ import pytest
 from rayps.core.rows.dropped_steps import DroppedSteps
 from rayps.core.rows.portions import NOTHING, Portions
 from rayps.core.rows.step_members import StepMembers
-from rayps.ps.protocol.messages import ArrivalKind, numbers, pack_members, unpack_members
+from rayps.ps.protocol.messages import ArrivalKind, pack_members, pack_numbers, unpack_members
 from rayps.ps.server.arrivals import Arrivals
 
 
@@ -76,7 +76,7 @@ def test_ranks_that_count_differently_are_refused():
 
 def ask(arrivals, rank, kind, step, needed):
     """What a server does with ARRIVE: record it, then answer, or None."""
-    piece = numbers([kind])
+    piece = pack_numbers([kind])
     wakes = arrivals.record(rank, step, needed, piece)
     found = arrivals.answer(rank, step, needed, piece)
     return wakes, None if found is None else unpack_members(found)
@@ -107,13 +107,13 @@ def test_a_wait_that_is_too_long_names_who_has_not_come():
     arrivals = Arrivals(3, first=0)
     for kind in (ArrivalKind.READY, ArrivalKind.MEET):
         ask(arrivals, 1, kind, 0, 3)
-    late = arrivals.too_late(2.0, "worker-1", 0, 3, numbers([ArrivalKind.READY]))
+    late = arrivals.too_late(2.0, "worker-1", 0, 3, pack_numbers([ArrivalKind.READY]))
     assert (late.data["ranks"], late.data["peer"]) == ([0, 2], "worker-0")
     assert "for worker-0, worker-2 to complete a gradient (3 are needed): raise `timeout`" in str(late)
-    assert "to evaluate" in str(arrivals.too_late(2.0, "worker-1", 0, 3, numbers([ArrivalKind.MEET])))
+    assert "to evaluate" in str(arrivals.too_late(2.0, "worker-1", 0, 3, pack_numbers([ArrivalKind.MEET])))
 
 
-@pytest.mark.parametrize("piece", [b"", numbers([1, 2]), numbers([9])])
+@pytest.mark.parametrize("piece", [b"", pack_numbers([1, 2]), pack_numbers([9])])
 def test_a_piece_that_says_nothing_is_refused(piece):
     with pytest.raises(ValueError, match=r"expected 1, an ArrivalKind|9 is not a valid"):
         Arrivals(2, 0).record(0, 0, 1, piece)

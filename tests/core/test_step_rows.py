@@ -11,7 +11,7 @@ import torch
 import rayps
 from rayps.core.rows.leases import BlockRange, RowLease
 from rayps.core.rows.portions import PortionsPlan
-from rayps.core.rows.row_shares import RowShares, even_shares
+from rayps.core.rows.row_shares import RowShares, cut_evenly
 from rayps.core.rows.step_rows import ByLease, ByPortion, ByRank, EvenCut, Places, RowBlock, RowCut, ShareCut, StepRows
 
 CASES = list(itertools.product((1, 2, 7, 12, 13), (1, 2, 3), (1, 2, 4), (1, 2, 3), (False, True)))
@@ -122,7 +122,7 @@ def _all(cut: EvenCut, rank: int, size: int, steps: int) -> list[range]:
 
 @pytest.mark.parametrize(("rows", "size", "batch", "accumulate", "drop_last"), CASES)
 def test_shares_take_each_place_once(rows: int, size: int, batch: int, accumulate: int, drop_last: bool) -> None:
-    for shares in (even_shares(batch * size, size), tuple(range(1, size + 1))):
+    for shares in (cut_evenly(batch * size, size), tuple(range(1, size + 1))):
         dealt = RowShares(0, 0, 0, shares, drop_last)
         steps = dealt.rounds(rows)
         if not steps:

@@ -10,7 +10,7 @@ from rayps_client.errors import ConfigError
 from rayps.core.strategy.replica import Pipeline, TensorParallel
 from rayps.core.strategy.server_updates import weighted_mean
 from rayps.core.strategy.strategy import Phase
-from rayps.core.strategy.text import written
+from rayps.core.strategy.text import write_strategy
 from rayps.strategies.all_reduce import AllReduce
 from rayps.strategies.base import Strategy
 from rayps.strategies.catalogue import CATALOGUE, REPLICAS, catalogue, parse, phase_ends, wire
@@ -269,7 +269,7 @@ def test_what_is_written_is_read_again(strategy):
     again = parse(json.loads(json.dumps(sent)))
     assert again == [Phase(None, strategy)]
     assert wire(again) == sent
-    assert parse(written(sent)) == again
+    assert parse(write_strategy(sent)) == again
     spec = JobSpec(workload="w:W", strategy=sent, workers=12)
     assert JobSpec.from_dict(json.loads(json.dumps(spec.to_dict()))) == spec
     assert parse(yaml.safe_load(yaml.safe_dump(sent))) == again
@@ -282,7 +282,7 @@ def test_replicas_in_phases():
     assert phases[0].strategy.replica.stage.plan == {"a.*": "out"}
     assert phases[1].strategy == AllReduce(replica=Pipeline())
     sent = json.loads(json.dumps(wire(phases)))
-    assert parse(sent) == phases == parse(written(sent))
+    assert parse(sent) == phases == parse(write_strategy(sent))
     starred = parse("pipeline(stage=tensor_parallel(plan=(a.*=out)))")
     assert starred[0].epochs is None and starred[0].strategy.replica == phases[0].strategy.replica
 

@@ -6,8 +6,8 @@ from random import Random
 import pytest
 
 from rayps.core.time.machine_waits import MachineWaits, ThreadWaits
-from rayps.core.time.member_times import LineFacts, MemberTimes, member_times
-from rayps.core.time.time_account import CONTAINERS, PARTS, LoopAccount, TimeAccount, named_waits
+from rayps.core.time.member_times import LineFacts, MemberTimes, read_member_times
+from rayps.core.time.time_account import CONTAINERS, PARTS, LoopAccount, TimeAccount, name_waits
 
 
 class Watch:
@@ -187,14 +187,14 @@ def test_spans_of_two_threads_end_in_any_order():
 
 def test_waits_without_a_name_are_divided_as_the_measured_waits():
     seconds = {("waiting", ""): 6.0, ("waiting", "driver"): 1.0, ("compute", ""): 3.0}
-    found = named_waits(seconds, {"worker-1": 8.0, "worker-2": 4.0, "worker-3": 0.0})
+    found = name_waits(seconds, {"worker-1": 8.0, "worker-2": 4.0, "worker-3": 0.0})
     assert found == {
         ("waiting", "driver"): 1.0,
         ("waiting", "worker-1"): 4.0,
         ("waiting", "worker-2"): 2.0,
         ("compute", ""): 3.0,
     }
-    assert named_waits(seconds, {}) == seconds
+    assert name_waits(seconds, {}) == seconds
 
 
 # ---- the report
@@ -209,8 +209,8 @@ def test_a_report_survives_json():
         7,
         {"worker-0": {"worker-1": 2.0}},
     )
-    assert member_times(report.to_json()) == report
-    assert member_times({"parts": {"compute": "x", "data": 1.0}, "lines": None}) == MemberTimes({"data": 1.0})
+    assert read_member_times(report.to_json()) == report
+    assert read_member_times({"parts": {"compute": "x", "data": 1.0}, "lines": None}) == MemberTimes({"data": 1.0})
 
 
 def test_reports_of_two_generations_add_up():

@@ -7,8 +7,8 @@ import pytest
 from rayps.core.time.goodput import JobTime, MemberTotals, ProcessTimes, TimeEvent, TimeSlice, job_time
 from rayps.core.time.machine_waits import MachineWaits
 from rayps.core.time.member_times import LineFacts, MemberTimes
-from rayps.core.time.time_together import together
-from rayps.core.time.time_verdict import FAILED, TimeVerdict, rates_of, slow_ends, verdict
+from rayps.core.time.time_together import find_common_spans
+from rayps.core.time.time_verdict import FAILED, TimeVerdict, find_slow_ends, rates_of, reach_verdict
 
 MB = 1e6
 
@@ -50,7 +50,7 @@ def test_one_slow_worker_is_named_with_its_reason(cause, slow, workers, part):
         else member(f"worker-{rank}", usual, compute=10.0, **{part: 40.0})
         for rank in range(workers)
     ]
-    found = verdict(job(*members))
+    found = reach_verdict(job(*members))
     assert (found.cause, found.guilty) == (cause, (f"worker-{slow}",))
     assert f"worker-{slow} holds up the others" in found.summary
     assert f"worker-{slow}" in found.findings[0].advice
@@ -62,19 +62,19 @@ def test_one_slow_worker_is_named_with_its_reason(cause, slow, workers, part):
 def test_a_worker_is_compared_by_its_seconds_for_a_round(rounds):
     """Asynchronous workers do different numbers of rounds in the same time."""
     slow = member("worker-1", MachineWaits(cpu=10.0), rounds=rounds // 5, compute=50.0)
-    found = verdict(job(member("worker-0", MachineWaits(cpu=10.0), rounds=rounds, compute=10.0, idle=40.0), slow))
+    found = reach_verdict(job(member("worker-0", MachineWaits(cpu=10.0), rounds=rounds, compute=10.0, idle=40.0), slow))
     assert found.guilty == ("worker-1",)
 
 
 def test_alike_workers_are_not_blamed():
-    found = verdict(job(*(member(f"worker-{rank}", compute=98.0, waiting=2.0) for rank in range(3))))
+    found = reach_verdict(job(*(member(f"worker-{rank}", compute=98.0, waiting=2.0) for rank in range(3))))
     assert found == TimeVerdict((), pytest.approx(0.98)) and found.cause == "none" and found.guilty == ()
     assert found.summary == "98% of the workers' time was useful, and no cause costs more than 5%"
 
 
 def test_without_a_report_there_is_no_verdict():
-    assert verdict(JobTime()).summary == "no worker has reported its time yet"
-    assert verdict(job(member("worker-0", start=0.0))).cause == "none"
+    assert reach_verdict(JobTime()).summary == "no worker has reported its time yet"
+    assert reach_verdict(job(member("worker-0", start=0.0))).cause == "none"
 
 
 ALL = {  # what all workers do in 40 of 100 seconds: the verdict
@@ -92,18 +92,18 @@ ALL = {  # what all workers do in 40 of 100 seconds: the verdict
 @pytest.mark.parametrize("cause", ALL)
 def test_what_all_workers_lose_is_named_without_a_worker(cause, workers):
     parts, machine = ALL[cause]
-    found = verdict(job(*(member(f"worker-{rank}", machine, compute=60.0, **parts) for rank in range(workers))))
+    found = reach_verdict(job(*(member(f"worker-{rank}", machine, compute=60.0, **parts) for rank in range(workers))))
     assert (found.cause, found.guilty) == (cause, ())
     assert found.findings[0].cost == pytest.approx(0.4)
     assert found.findings[0].advice
 
 
 def test_waits_for_real_clients_are_no_exchange():
-    found = verdict(job(member("worker-0", start=5.0, compute=20.0, waiting=80.0, waits={"clients": 80.0})))
+    found = reach_verdict(job(member("worker-0", start=5.0, compute=20.0, waiting=80.0, waits={"clients": 80.0})))
     assert [(each.cause, each.cost) for each in found.findings] == [("clients", pytest.approx(0.8))]
     assert found.guilty == () and "waits for clients" in found.summary and "rayps joined" in found.findings[0].advice
     both = member("worker-0", compute=40.0, waiting=50.0, communication=10.0, waits={"clients": 30.0, "worker-1": 20.0})
-    assert {each.cause: round(each.cost, 6) for each in verdict(job(both)).findings} == {
+    assert {each.cause: round(each.cost, 6) for each in reach_verdict(job(both)).findings} == {
         "clients": 0.3,
         "exchange": 0.3,
     }
@@ -111,7 +111,7 @@ def test_waits_for_real_clients_are_no_exchange():
 
 def test_a_host_with_too_few_cpus_is_named():
     members = [member(f"worker-{rank}", MachineWaits(cpu=60.0, cpu_wait=30.0), compute=100.0) for rank in range(2)]
-    found = verdict(job(*members))
+    found = reach_verdict(job(*members))
     assert found.cause == "cpu" and "reserve more CPUs" in found.findings[0].advice
 
 
@@ -119,13 +119,13 @@ def test_busy_servers_are_named():
     workers = [member(f"worker-{rank}", compute=50.0, communication=50.0) for rank in range(2)]
     idle = member("shard-0", rounds=0, compute=10.0, idle=90.0)
     busy = member("shard-1", rounds=0, compute=70.0, communication=20.0, idle=10.0)
-    found = verdict(job(*workers, idle, busy))
+    found = reach_verdict(job(*workers, idle, busy))
     assert (found.cause, found.guilty) == ("servers", ("shard-1",)) and "shards=" in found.findings[0].advice
 
 
 def test_the_start_is_named_last_and_only_if_it_is_most_of_the_time():
     def work(start):
-        return verdict(job(*(member(f"worker-{rank}", start=start, compute=8.0, data=2.0) for rank in range(2))))
+        return reach_verdict(job(*(member(f"worker-{rank}", start=start, compute=8.0, data=2.0) for rank in range(2))))
 
     assert [each.cause for each in work(90.0).findings] == ["data", "start"]
     assert [each.cause for each in work(5.0).findings] == ["data"]
@@ -135,7 +135,7 @@ def test_the_start_is_named_last_and_only_if_it_is_most_of_the_time():
 def with_straggler(cost, **more):
     """Two workers of 100 s, of which worker-1 holds up worker-0 in `cost` seconds, and both lose `more`."""
     left = 100.0 - cost - sum(more.values())
-    return verdict(
+    return reach_verdict(
         job(
             member("worker-0", MachineWaits(cpu=left), compute=left, waiting=cost, **more),
             member("worker-1", MachineWaits(cpu=left), compute=left + cost, **more),
@@ -161,7 +161,7 @@ def test_a_worker_that_can_be_named_comes_before_a_cost_of_at_most_twice_its_own
 
 def test_waits_of_all_for_a_cpu_do_not_come_before_a_worker():
     waits = MachineWaits(cpu=10.0, cpu_wait=80.0)
-    found = verdict(
+    found = reach_verdict(
         job(member("worker-0", waits, compute=80.0, waiting=20.0), member("worker-1", waits, compute=100.0))
     )
     assert [(each.cause, each.guilty) for each in found.findings] == [("blocked", ("worker-1",)), ("cpu", ())]
@@ -171,7 +171,7 @@ def test_waits_of_all_for_a_cpu_do_not_come_before_a_worker():
 def test_the_largest_cost_comes_first():
     for costs in itertools.permutations((30.0, 20.0, 10.0)):
         parts = dict(zip(("data", "evaluation", "checkpoint"), costs, strict=True))
-        found = verdict(job(member("worker-0", compute=40.0, **parts)))
+        found = reach_verdict(job(member("worker-0", compute=40.0, **parts)))
         assert [each.cause for each in found.findings] == sorted(parts, key=lambda part: -parts[part])
 
 
@@ -194,23 +194,23 @@ def mesh(ranks, slow, rate=100 * MB, low=5 * MB):
 def test_the_host_on_a_slow_line_is_named(shape, ranks):
     for rank in range(ranks):
         name = f"worker-{rank}"
-        assert slow_ends(shape(ranks, lambda a, b, name=name: name in (a, b))) == (name,)
+        assert find_slow_ends(shape(ranks, lambda a, b, name=name: name in (a, b))) == (name,)
 
 
 @pytest.mark.parametrize("shape", [ring, mesh])
 def test_one_slow_line_is_named_by_its_two_ends(shape):
     lines = shape(4, lambda a, b: (a, b) == ("worker-2", "worker-3"))
-    assert slow_ends(lines) == ("worker-2", "worker-3")
+    assert find_slow_ends(lines) == ("worker-2", "worker-3")
 
 
 @pytest.mark.parametrize("shape", [ring, mesh])
 def test_lines_that_are_alike_name_nobody(shape):
-    assert slow_ends(shape(4, lambda a, b: False)) == ()
-    assert slow_ends(shape(4, lambda a, b: True)) == ()
+    assert find_slow_ends(shape(4, lambda a, b: False)) == ()
+    assert find_slow_ends(shape(4, lambda a, b: True)) == ()
 
 
 def test_with_two_members_the_line_between_them_is_named():
-    assert slow_ends(mesh(2, lambda a, b: False)) == ("worker-0", "worker-1")
+    assert find_slow_ends(mesh(2, lambda a, b: False)) == ("worker-0", "worker-1")
 
 
 def test_a_worker_far_from_the_servers_is_named():
@@ -219,7 +219,7 @@ def test_a_worker_far_from_the_servers_is_named():
         for shard in range(2):
             rate = line(5 * MB if rank == 2 else 100 * MB)
             lines |= {(f"worker-{rank}", f"shard-{shard}"): rate, (f"shard-{shard}", f"worker-{rank}"): rate}
-    assert slow_ends(lines) == ("worker-2",)
+    assert find_slow_ends(lines) == ("worker-2",)
 
 
 def test_a_line_with_little_traffic_has_no_rate():
@@ -238,7 +238,7 @@ def test_a_slow_network_is_told_from_slow_workers():
         )
         for rank in range(3)
     ]
-    found = verdict(job(*members))
+    found = reach_verdict(job(*members))
     assert (found.cause, found.guilty) == ("network", ("worker-1",))
     assert found.summary == "the network line of worker-1 is slow: every line to and from it is"
     assert any("worker-0 sends to worker-1 at 5 MB/s" in each for each in found.findings[0].evidence)
@@ -255,7 +255,7 @@ def test_a_network_that_limits_all_alike_names_nobody():
         )
         for rank in range(3)
     ]
-    found = verdict(job(*members))
+    found = reach_verdict(job(*members))
     assert (found.cause, found.guilty) == ("network", ()) and "all lines alike" in found.summary
 
 
@@ -267,7 +267,7 @@ def communicating(hosts, lines):
     names = [f"worker-{rank}" for rank in range(3)]
     own = {name: {b: found for (a, b), found in lines.items() if a == name} for name in names}
     slow = {"compute": 10.0, "communication": 40.0}
-    return verdict(
+    return reach_verdict(
         job(
             *(
                 member(name, lines=own[name], host=host, **(slow if rank == 1 else {"compute": 10.0, "waiting": 40.0}))
@@ -335,9 +335,9 @@ def test_a_worker_that_was_alone_for_a_while_is_not_slower():
     rest = [(3, {"compute": 0.8, "waiting": 0.2})] * 30
     lines = [*reports("worker-0", 0.0, *[ALONE] * 90, *[SHARED] * 30), resized(90.0)]
     lines += reports("worker-1", 80.0, *rest, start=10.0) + reports("worker-2", 80.0, *rest, start=10.0)
-    assert not any(each.guilty for each in verdict(job_time(lines)).findings)
+    assert not any(each.guilty for each in reach_verdict(job_time(lines)).findings)
     # the totals alone would name it: the event says that the workers have changed
-    unchanged = verdict(job_time([each for each in lines if "event" not in each]))
+    unchanged = reach_verdict(job_time([each for each in lines if "event" not in each]))
     assert ("worker-0",) in [each.guilty for each in unchanged.findings]
 
 
@@ -346,7 +346,7 @@ def test_a_slow_worker_of_an_elastic_job_is_found_while_it_is_with_others(slow):
     seconds = [[SLOWED if rank == slow else HELD] * 30 for rank in range(3)]
     lines = [*reports("worker-0", 0.0, *[ALONE] * 30, *seconds[0]), resized(30.0)]
     lines += [each for rank in (1, 2) for each in reports(f"worker-{rank}", 20.0, *seconds[rank], start=10.0)]
-    found = verdict(job_time(lines))
+    found = reach_verdict(job_time(lines))
     assert found.guilty == (f"worker-{slow}",)
     assert found.findings[0].cost == pytest.approx(0.7 * 90 / 120, rel=0.01)
     assert any("measured in 75% of the workers' time" in each for each in found.findings[0].evidence)
@@ -355,21 +355,21 @@ def test_a_slow_worker_of_an_elastic_job_is_found_while_it_is_with_others(slow):
 def test_the_costs_of_a_slow_worker_before_and_after_a_change_add_up():
     lines = [*reports("worker-0", 0.0, *[HELD] * 80), *reports("worker-1", 0.0, *[SLOWED] * 80), resized(40.0)]
     lines += reports("worker-2", 30.0, *[HELD] * 40, start=10.0)
-    found = verdict(job_time(lines))
+    found = reach_verdict(job_time(lines))
     assert found.guilty == ("worker-1",) and found.findings[0].cost == pytest.approx(0.7, rel=0.01)
 
 
 def test_a_worker_that_left_is_not_compared_with_those_that_had_more_rows_later():
     lines = [*reports("worker-0", 0.0, *[SHARED] * 20, *[ALONE] * 40), resized(20.0)]
     lines += [each for rank in (1, 2) for each in reports(f"worker-{rank}", 0.0, *[SHARED] * 20)]
-    assert not any(each.guilty for each in verdict(job_time(lines)).findings)
+    assert not any(each.guilty for each in reach_verdict(job_time(lines)).findings)
 
 
 @pytest.mark.parametrize("changed", [False, True])
 def test_a_slow_worker_whose_process_was_replaced_is_found(changed):
     lines = [*reports("worker-0", 0.0, *[HELD] * 45), *reports("worker-1", 0.0, *[SLOWED] * 20)]
     lines += reports("worker-1", 25.0, *[SLOWED] * 20, replaces=True)
-    found = verdict(job_time([*lines, resized(25.0)] if changed else lines))
+    found = reach_verdict(job_time([*lines, resized(25.0)] if changed else lines))
     assert found.guilty == ("worker-1",)
 
 
@@ -378,7 +378,7 @@ def test_the_spans_of_a_job_have_each_slice_at_most_once():
     lines += reports("worker-1", 0.0, *[HELD] * 20) + reports("worker-1", 30.0, *[HELD] * 20)
     lines += reports("worker-2", 10.3, *[HELD] * 30)
     time = job_time(lines)
-    spans = together(time)
+    spans = find_common_spans(time)
     assert [[each.name for each in span.workers] for span in spans] == [
         ["worker-0", "worker-1"],
         ["worker-0", "worker-1", "worker-2"],
@@ -409,7 +409,7 @@ PLANNED = [("resized", False)]
 def test_planned_changes_of_the_workers_are_told_from_failures(events, planned):
     members = tuple(member(f"worker-{rank}", compute=12.0, recovery=88.0) for rank in range(2))
     slices = {each.name: (TimeSlice(0.0, 100.0, each.parts, 100),) for each in members}
-    found = verdict(JobTime(members, slices, tuple(TimeEvent(5.0, kind, "", lost) for kind, lost in events)))
+    found = reach_verdict(JobTime(members, slices, tuple(TimeEvent(5.0, kind, "", lost) for kind, lost in events)))
     assert found.cause == "recovery" and found.findings[0].cost == pytest.approx(0.88)
     assert ("changes of the number of workers" in found.summary) == planned
     assert ("failures" in found.summary) != planned

@@ -18,7 +18,7 @@ from rayps.core.strategy.strategy import Phase
 from rayps.data.position import from_json, to_json
 from rayps.strategies.all_reduce import AllReduce
 from rayps.worker.rows import evaluation_batches
-from rayps.worker.rows.evaluation_batches import FEWEST, EvaluationFacts, most_batches
+from rayps.worker.rows.evaluation_batches import FEWEST, EvaluationFacts, count_most_batches
 
 
 class Stream(torch.utils.data.IterableDataset):
@@ -610,11 +610,11 @@ def test_endless_evaluation_data_ends_with_what_to_do(monkeypatch):
 
 def test_which_batches_an_evaluation_reads():
     known = EvaluationFacts(None, has_length=False, is_default=True, by_rounds=True, ended=False, trained=7)
-    assert most_batches(known) == FEWEST
-    assert most_batches(replace(known, trained=4 * FEWEST)) == 4 * FEWEST
-    assert most_batches(replace(known, limit=3)) == 3
+    assert count_most_batches(known) == FEWEST
+    assert count_most_batches(replace(known, trained=4 * FEWEST)) == 4 * FEWEST
+    assert count_most_batches(replace(known, limit=3)) == 3
     for whole in ({"ended": True}, {"by_rounds": False}, {"is_default": False}, {"has_length": True}):
-        assert most_batches(replace(known, **whole)) is None
+        assert count_most_batches(replace(known, **whole)) is None
 
 
 def test_progress_has_no_total():

@@ -13,7 +13,7 @@ from rayps.core.rows.phase_rounds import Boundary
 from rayps.worker.plan import EvaluationPlan, PeerAddresses, SnapshotPlan, WorkerPlan
 from rayps.worker.rows.batches import BatchStream
 from rayps.worker.rows.lease_book import LeaseBook
-from rayps.worker.rows.make_stream import jumping_reader, make_stream
+from rayps.worker.rows.make_stream import make_jumping_reader, make_stream
 
 ROWS, SIZE = 22, 4
 
@@ -24,7 +24,7 @@ def data(**more):
 
 def stream(source=None, accumulate=1, timeout=60.0):
     source, leases = source or data(), LeaseBook(1, timeout)
-    reader = jumping_reader(source, 7, accumulate)
+    reader = make_jumping_reader(source, 7, accumulate)
     one = BatchStream(source, leases, reader, (1, 3), 7, -(-ROWS // (SIZE * accumulate)), accumulate=accumulate)
     one.leases = leases
     return one

@@ -25,10 +25,10 @@ from rayps.core.job.job_status import Status
 from rayps.runtime.driver.driver import Driver
 from rayps.runtime.own_loop.log_points import LATE_SECONDS, OPEN, QUIET_SECONDS, LogPoints, numbers_of
 from rayps.runtime.own_loop.loop_job import LoopJob
-from rayps.runtime.own_loop.named import all_params, arguments
+from rayps.runtime.own_loop.named import add_defaults, choose_arguments
 from rayps.runtime.own_loop.rounds import RoundThread
 from rayps.runtime.own_loop.same_rows import SAME_ROWS
-from rayps.runtime.own_loop.state import PartsBySave, SavedPart, checkpoint_of, decoded, encoded, parts_of
+from rayps.runtime.own_loop.state import PartsBySave, SavedPart, checkpoint_of, decode_value, encode_value, parts_of
 from rayps.runtime.records.journal import Journal
 from rayps.strategies.job import JobSpec
 from rayps.tensors.checkpoints import checkpoint
@@ -112,7 +112,7 @@ def test_a_state_is_the_same_after_the_file():
         3: {"half": torch.ones(2, dtype=torch.bfloat16), "view": torch.arange(6.0)[::2]},
     }
     tensors = {}
-    found = decoded(encoded(given, tensors), tensors)
+    found = decode_value(encode_value(given, tensors), tensors)
     assert found["nested"] == given["nested"]
     assert torch.equal(found[3]["half"], given[3]["half"])
     assert torch.equal(found[3]["view"], given[3]["view"])
@@ -124,14 +124,14 @@ def test_a_state_is_the_same_after_the_file():
 
 def test_what_cannot_be_saved_is_named():
     with pytest.raises(ConfigError, match=r"cannot save state\.a\.1, which is lock"):
-        encoded({"a": [0, threading.Lock()]}, {})
+        encode_value({"a": [0, threading.Lock()]}, {})
 
 
 def test_a_checkpoint_has_the_parts_of_all_ranks(tmp_path):
     parts = {}
     for rank in range(2):
         tensors = {}
-        tree = encoded({"x": torch.full((2,), float(rank))}, tensors)
+        tree = encode_value({"x": torch.full((2,), float(rank))}, tensors)
         parts[rank] = SavedPart(4, 7, tensors, tree)
     path = checkpoint.save(tmp_path, 4, checkpoint_of(parts))
     found = parts_of(checkpoint.load(path), 2, str(path))
@@ -239,7 +239,7 @@ def test_the_parameters_of_a_run_have_the_defaults():
     def train_fn(n, lr: float = 0.1, epochs: int = 6, other=object()):
         pass
 
-    assert all_params(train_fn, {"n": 3, "lr": 0.3}) == {"n": 3, "lr": 0.3, "epochs": 6}
+    assert add_defaults(train_fn, {"n": 3, "lr": 0.3}) == {"n": 3, "lr": 0.3, "epochs": 6}
 
 
 def test_only_one_rank_may_log_and_a_late_number_gives_the_step_again():
@@ -294,7 +294,7 @@ def test_parameters_are_checked_before_any_worker_starts():
     assert run(lambda: rayps.params()["lr"], params={"lr": 0.5}) == [0.5] * 2
     for params, words in [({"rate": 1}, "its arguments are lr, name"), ({"lr": "x"}, "type float")]:
         with pytest.raises(ConfigError, match=words):
-            arguments(train_fn, params)
+            choose_arguments(train_fn, params)
     with pytest.raises(ConfigError, match="needs a value for its argument 'steps'"):
         run(lambda steps: steps)
 

@@ -10,8 +10,8 @@ import torch
 from test_ring import errors, every, form
 from torch import nn
 
-from rayps.core.partition import slices
-from rayps.core.pipeline.schedule import table
+from rayps.core.partition import cut_slices
+from rayps.core.pipeline.schedule import make_table
 from rayps.parallel.pipeline import cut, skip
 from rayps.parallel.pipeline.engine import PipelineEngine
 
@@ -71,7 +71,7 @@ class Site:
         found = cut.layers(self.models[0])
         self.at = cut.shares([1.0] * len(found), p * v) if boundaries is None else boundaries
         routes = skip.routes([layer.module for layer in found], self.at)
-        self.table = table(schedule, p, m, v)
+        self.table = make_table(schedule, p, m, v)
         self.engines = [
             PipelineEngine(
                 cut.layers(model), self.at, self.table[ring.rank], ring if p > 1 else None, routes, seed=seed, data=data
@@ -81,8 +81,8 @@ class Site:
 
     def micro(self, *whole):
         n = len(whole[0])
-        return [[each[at] for each in whole] for at in slices(n, self.m)], [
-            (at.stop - at.start) / n for at in slices(n, self.m)
+        return [[each[at] for each in whole] for at in cut_slices(n, self.m)], [
+            (at.stop - at.start) / n for at in cut_slices(n, self.m)
         ]
 
     def one(self, ring, x, y, step=0):

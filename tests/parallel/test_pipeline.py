@@ -9,7 +9,7 @@ from rayps_client.errors import ConfigError, LinkError, PeerLost, PeerTimeout, W
 from test_ring import errors
 from torch import nn
 
-from rayps.core.pipeline.schedule import peak, table
+from rayps.core.pipeline.schedule import compute_peak, make_table
 from rayps.core.pipeline.simulate import simulate
 from rayps.parallel.pipeline import cut, random_numbers
 from rayps.parallel.pipeline.engine import PipelineEngine
@@ -77,7 +77,7 @@ def test_counts_are_the_formulas(ring_of, schedule):
             outs, backs = sum(c < p * v - 1 for c in chunks), sum(c > 0 for c in chunks)
             assert one.engine.last.messages == m * (outs + backs)
             assert one.engine.last.bytes == (outs + backs) * n * width * 8
-            assert one.engine.last.peak == peak(schedule, p, m, rank, v)
+            assert one.engine.last.peak == compute_peak(schedule, p, m, rank, v)
             if schedule in ("gpipe", "1f1b"):
                 assert one.engine.last.peak == (m if schedule == "gpipe" else min(m, p - rank))
         total = sum(one.engine.last.messages for one in ran)
@@ -561,7 +561,7 @@ def test_a_silent_stage_is_named_with_what_was_waited_for():
 def test_a_table_of_another_model():
     model = deep()
     with pytest.raises(ConfigError, match="are not for stage 0"):
-        PipelineEngine(cut.layers(model), [], table("interleaved", 1, 2, 2)[0], None)
-    engine = PipelineEngine(cut.layers(model), [], table("gpipe", 1, 4)[0], None)
+        PipelineEngine(cut.layers(model), [], make_table("interleaved", 1, 2, 2)[0], None)
+    engine = PipelineEngine(cut.layers(model), [], make_table("gpipe", 1, 4)[0], None)
     with pytest.raises(ConfigError, match="4"):
         engine.backward(0, [0.5, 0.5], None, None)

@@ -18,10 +18,10 @@ from rayps.core.job.repeated_pushes import Ledger
 from rayps.core.strategy.replica import Pipeline, TensorParallel
 from rayps.parallel.division.build import keep_only
 from rayps.parallel.division.divide import divide
-from rayps.runtime.records.status import in_replicas
+from rayps.runtime.records.status import add_replicas
 from rayps.tensors import optim
-from rayps.tensors.division import TensorSlice, shares
-from rayps.tensors.flat import FlatModel, outside_vector
+from rayps.tensors.division import TensorSlice, divide_servers
+from rayps.tensors.flat import FlatModel, find_outside_vector
 from rayps.tensors.snapshot import Snapshot
 from rayps.tensors.subset_optimizer import of_some
 from rayps.workload.blank_model import blank
@@ -66,8 +66,8 @@ def state(work):
     for _ in range(3):
         model(torch.randn(6, 5, dtype=torch.float64)).square().sum().backward()
         optimizer.step()
-    buffers = {name: value.clone() for name, value in outside_vector(model).items()}
-    moments = optim.moments(optimizer, flat.layout, flat.parameters)
+    buffers = {name: value.clone() for name, value in find_outside_vector(model).items()}
+    moments = optim.copy_moments(optimizer, flat.layout, flat.parameters)
     return Snapshot(flat.layout, flat.vector.clone(), moments, buffers, {}, [6, 6], 3)
 
 
@@ -158,7 +158,7 @@ def test_positions_of_a_replica_are_those_of_its_slowest_part():
     ],
 )
 def test_servers_go_where_the_parameters_are(count, sizes, found):
-    assert shares(count, sizes) == found
+    assert divide_servers(count, sizes) == found
 
 
 # ---- what a worker holds
@@ -411,9 +411,9 @@ def test_every_worker_of_a_replica_has_its_rate():
         {"rank": 2, "wait": 0.5, "samples_per_second": 0.0},
         {"rank": 3},
     ]
-    found = in_replicas(lines, Grid(2, 2))
+    found = add_replicas(lines, Grid(2, 2))
     assert [line.get("samples_per_second") for line in found] == [80.0, 80.0, 0.0, None]
-    assert found[1]["part"] == "replica 0, stage 1" and in_replicas(lines, Grid(4)) is lines
+    assert found[1]["part"] == "replica 0, stage 1" and add_replicas(lines, Grid(4)) is lines
 
 
 class Slowly(rayps.Workload):

@@ -11,7 +11,7 @@ from test_ring import errors, every, form
 from torch import nn
 from torch.nn import functional as F
 
-from rayps.core.partition import part
+from rayps.core.partition import find_bounds
 from rayps.parallel.tensor import LayerSplit, TensorCommunicator, Volume, agree, functions, pieces, plan, split, volume
 
 DTYPES = [(torch.float64, 1e-12), (torch.float32, 1e-6)]
@@ -237,7 +237,7 @@ def gradients(rings, work, x):
 @pytest.mark.parametrize("dim", [0, 1, -1])
 def test_functions_are_what_their_table_says(groups, n, dim):
     whole = 7
-    widths = [hi - lo for lo, hi in (part(whole, n, i) for i in range(n))]
+    widths = [hi - lo for lo, hi in (find_bounds(whole, n, i) for i in range(n))]
     shape = [5, 6, 4]
     shape[dim] = whole
     x = [randn(*shape, seed=i) for i in range(n)]

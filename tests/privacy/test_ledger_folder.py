@@ -13,7 +13,7 @@ from rayps.privacy.account import PrivacyAccount
 from rayps.privacy.ledger import ReleaseLedger, open_ledger
 from rayps.privacy.mechanism import CLIENT, ROW, Mechanism, Spent
 from rayps.privacy.options import dp
-from rayps.runtime.records.ledger_folder import LedgerFolder, ledger_folder
+from rayps.runtime.records.ledger_folder import LedgerFolder, find_ledger_folder
 from rayps.strategies.base import Strategy
 
 POISSON, TREE = Mechanism("poisson", 1.1, 0.01), Mechanism("tree", 7.0)
@@ -29,14 +29,14 @@ ON, OFF = Phase(1, Private(dp(noise_multiplier=1.1))), Phase(None, Private())
 
 def test_the_ledger_is_in_the_job_s_folder_or_beside_the_checkpoints(tmp_path):
     job, checkpoints = tmp_path / "job", tmp_path / "run"
-    assert ledger_folder([ON], job, job / "checkpoints", None).path == job / "privacy"
-    assert ledger_folder([ON, ON], None, checkpoints, None).path == checkpoints / "privacy"
-    assert ledger_folder([OFF], None, checkpoints, None) is None
+    assert find_ledger_folder([ON], job, job / "checkpoints", None).path == job / "privacy"
+    assert find_ledger_folder([ON, ON], None, checkpoints, None).path == checkpoints / "privacy"
+    assert find_ledger_folder([OFF], None, checkpoints, None) is None
     assert open_ledger(str(checkpoints / "privacy"), ROW).spent() == {}
 
 
 def test_without_a_folder_the_ledger_ends_with_the_run():
-    found = ledger_folder([ON], None, None, None)
+    found = find_ledger_folder([ON], None, None, None)
     path = found.path
     assert (path / "ledger.jsonl").exists()
     del found
@@ -46,23 +46,23 @@ def test_without_a_folder_the_ledger_ends_with_the_run():
 
 def test_phases_without_privacy_and_urls_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="Give each phase the option privacy, or none"):
-        ledger_folder([ON, OFF], tmp_path, None, None)
+        find_ledger_folder([ON, OFF], tmp_path, None, None)
     with pytest.raises(ConfigError, match="give a local folder"):
-        ledger_folder([ON], None, "s3://bucket/run", None)
+        find_ledger_folder([ON], None, "s3://bucket/run", None)
     with pytest.raises(ConfigError, match="does not find the ledger"):
         open_ledger(str(tmp_path / "elsewhere"), ROW)
 
 
 def test_a_shared_ledger_has_one_user_at_a_time(tmp_path):
-    first = ledger_folder([ON], None, tmp_path / "run", None, tmp_path / "all")
+    first = find_ledger_folder([ON], None, tmp_path / "run", None, tmp_path / "all")
     assert first.path == tmp_path / "all" / "privacy"
     with pytest.raises(ConfigError, match="another run uses the ledger"):
-        ledger_folder([ON], None, None, None, tmp_path / "all")
+        find_ledger_folder([ON], None, None, None, tmp_path / "all")
     first.release()
-    again = ledger_folder([ON], None, None, None, tmp_path / "all")
+    again = find_ledger_folder([ON], None, None, None, tmp_path / "all")
     del again  # a run that did not start
     gc.collect()
-    ledger_folder([ON], None, None, None, tmp_path / "all").release()
+    find_ledger_folder([ON], None, None, None, tmp_path / "all").release()
 
 
 @pytest.mark.parametrize("own", [0, 2])

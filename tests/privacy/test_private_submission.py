@@ -14,7 +14,7 @@ from service_site import Site
 from rayps.federated import check
 from rayps.federated.private_job import must_allow_a_round
 from rayps.service import strategy_check
-from rayps.service.local_ray.ray_process import python_path
+from rayps.service.local_ray.ray_process import make_python_path
 from rayps.strategies.catalogue import parse
 
 BROKE = "fedavg:fraction=0.5,privacy=dp(noise_multiplier=0.3,epsilon=0.5,delta=0.001)"
@@ -95,7 +95,7 @@ def test_without_the_accountant_the_job_is_told_that_its_start_checks(
     site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "dp_accounting.py").write_text("raise ImportError('not installed')\n")
-    monkeypatch.setattr(strategy_check, "python_path", lambda: f"{tmp_path}:{python_path()}")
+    monkeypatch.setattr(strategy_check, "make_python_path", lambda: f"{tmp_path}:{make_python_path()}")
     job = site.add(strategy=BROKE)
     events = site.http.get(f"/api/v1/jobs/{job}/events").json()["events"]
     (said,) = [event["message"] for event in events if event["kind"] == "warning"]
@@ -105,4 +105,4 @@ def test_without_the_accountant_the_job_is_told_that_its_start_checks(
 def test_jobs_without_a_budget_start_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(strategy_check.subprocess, "Popen", None)
     for text in ("all_reduce", "fedavg", "fedavg:privacy=dp(noise_multiplier=1.1)"):
-        assert strategy_check.refuse_budgets([strategy_check.checked(parse(text)).strategy]) is None  # type: ignore[list-item]
+        assert strategy_check.refuse_budgets([strategy_check.check_phases(parse(text)).strategy]) is None  # type: ignore[list-item]

@@ -16,7 +16,7 @@ from rayps_client.errors import LinkError, PeerTimeout
 from rayps.comm.link import Listener, Message
 from rayps.ps.client.client import GroupServer
 from rayps.ps.client.session import Session
-from rayps.ps.protocol.messages import GroupMessage, SegmentPayload, numbers, pack, refusal, unpack
+from rayps.ps.protocol.messages import GroupMessage, SegmentPayload, make_refusal, pack, pack_numbers, unpack
 from rayps.ps.protocol.pieces import Extent
 from rayps.ps.protocol.segment_map import SegmentHolders, SpaceMap
 from rayps.ps.protocol.space import Space
@@ -108,13 +108,13 @@ class Server(Loop):
                     if each.primary == self.name and i not in group.unheard
                 ]
                 pairs = [n for i in held for n in (i, group.marks[i].get(message.b, 0))]
-                link.queue(Message(GroupMessage.JOINED, message.tag), numbers(pairs))
+                link.queue(Message(GroupMessage.JOINED, message.tag), pack_numbers(pairs))
                 return
             pieces = unpack(message.payload)
             stale = [p.segment for p in pieces if not self.holds(p)]
             group.heard.append((self.name, GroupMessage(message.kind), message.a, [p.segment for p in pieces]))
             if stale:
-                link.queue(Message(GroupMessage.STALE, message.tag), numbers(stale))
+                link.queue(Message(GroupMessage.STALE, message.tag), pack_numbers(stale))
             else:
                 self.serve(link, message, pieces)
 
@@ -153,11 +153,11 @@ class Server(Loop):
             parked, self.parked = self.parked, []
             for link, message, pieces, until in parked:
                 if not all(map(self.holds, pieces)):
-                    link.queue(Message(GroupMessage.STALE, message.tag), numbers(p.segment for p in pieces))
+                    link.queue(Message(GroupMessage.STALE, message.tag), pack_numbers(p.segment for p in pieces))
                 elif not self.group.parks:
                     self.answer(link, message, pieces)
                 elif time.monotonic() > until:
-                    said, body = refusal(message.tag, PeerTimeout("waits for rank 3", peer=self.name))
+                    said, body = make_refusal(message.tag, PeerTimeout("waits for rank 3", peer=self.name))
                     said.kind = GroupMessage.ERROR
                     link.queue(said, body)
                 else:

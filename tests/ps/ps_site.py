@@ -13,7 +13,7 @@ from torch.optim import SGD
 
 from rayps.cluster.local import until
 from rayps.comm.link import Listener, Message, connect
-from rayps.core.partition import slices
+from rayps.core.partition import cut_slices
 from rayps.ps.protocol.messages import JOIN_PAYLOAD, GroupMessage, SegmentPayload, pack, read_numbers, unpack
 from rayps.ps.protocol.space import Space
 from rayps.ps.server.dense_segment import state_of
@@ -31,7 +31,7 @@ def plain_sgd(params):
 
 def space(size=12, segments=3, workers=2, staleness=None, number=1, factory=plain_sgd, strategy=None, **more):
     layout = Layout.of([("a", torch.empty(size // 2)), ("b", torch.empty(size - size // 2))])
-    cuts = tuple((cut.start, cut.stop) for cut in slices(size, segments))
+    cuts = tuple((cut.start, cut.stop) for cut in cut_slices(size, segments))
     strategy = strategy or ParameterServer(staleness=staleness)
     return Space(f"space-{number}", number, workers, strategy, layout, cuts, cloudpickle.dumps(factory), **more)
 

@@ -7,7 +7,7 @@ import pytest
 from rayps_client.errors import ConfigError
 
 from rayps.core.partition import place
-from rayps.ps.manager.assign_segments import Balance, Rebalancer, skew
+from rayps.ps.manager.assign_segments import Balance, Rebalancer, measure_skew
 
 SERVERS = [f"server-{i}" for i in range(4)]
 
@@ -45,9 +45,9 @@ def test_a_hot_table_is_spread():
     before, after = [], []
     for number in range(20):
         loads, at = world(number=number)
-        before.append(skew(by_server(loads, at)))
+        before.append(measure_skew(by_server(loads, at)))
         moved, last = run(Balance(hot=1.2, cool=1.1), loads, at, noise=0.05)
-        after.append(skew(by_server(loads, at)))
+        after.append(measure_skew(by_server(loads, at)))
         heaviest = max(loads.values()) * 4 / sum(loads.values())
         assert after[-1] <= max(1.3, 1.1 * heaviest), (number, before[-1], after[-1], heaviest)
         assert moved < 40 and last < 55  # it comes to rest

@@ -29,9 +29,9 @@ from rayps.ps.manager.assign_segments import (
     StartServers,
     apply,
     apply_report,
+    choose_targets,
     decide,
     settled,
-    targets,
 )
 from rayps.ps.protocol.messages import Event, Role
 
@@ -253,7 +253,7 @@ def check_settled(world):
     assert settled(facts), decide(facts)
     alive = [name for name, state in world.states.items() if state == ServerState.ALIVE]
     assert len(alive) == len(world.states) == world.wanted
-    placed = targets(facts)
+    placed = choose_targets(facts)
     for seat in world.seats.values():
         assert seat.primary == placed[seat.id][0] and set(seat.copies) == set(placed[seat.id][1:]) == seat.synced
         assert len(seat.copies) == min(world.replicas, len(alive) - 1)
@@ -323,8 +323,8 @@ def test_a_promotion_of_who_is_not_in_sync_would_be_seen(monkeypatch):
     """The world can tell: a decision that takes any copy loses acknowledged pushes."""
     monkeypatch.setattr(
         module._SegmentDecisions,
-        "_in_sync",
-        lambda self, seat: tuple(copy for copy in seat.copies if not self._gone(copy)),
+        "_list_in_sync",
+        lambda self, seat: tuple(copy for copy in seat.copies if not self._is_gone(copy)),
     )
     seen = 0
     for number in range(60):
@@ -422,7 +422,7 @@ def test_a_copy_waits_until_its_server_has_dropped_the_last_one():
 def test_a_copy_that_failed_just_now_waits():
     seat = one_seat()
     up = {"a": ServerState.ALIVE, "b": ServerState.ALIVE}
-    first = targets(GroupFacts((ServerFacts("a", "a"), ServerFacts("b", "b")), (seat,), 2, 1))[1, 0][0]
+    first = choose_targets(GroupFacts((ServerFacts("a", "a"), ServerFacts("b", "b")), (seat,), 2, 1))[1, 0][0]
     assert of(seat, up) == [StartCopy((1, 0), "b")]
     assert of(seat, up, failed_copies=frozenset({("a", "b")})) == []
     assert first in ("a", "b")
@@ -454,12 +454,12 @@ def test_reports_that_are_old_change_nothing():
 
 def test_the_load_may_place_a_primary_elsewhere():
     facts = group(3)
-    first = targets(facts)[1, 0]
+    first = choose_targets(facts)[1, 0]
     other = next(server.name for server in facts.servers if server.name != first[0])
     placed = {(1, 0): other, (1, 1): "server-77"}
-    moved = targets(GroupFacts(facts.servers, facts.segments, 3, 1, placed_by_load=placed))
+    moved = choose_targets(GroupFacts(facts.servers, facts.segments, 3, 1, placed_by_load=placed))
     assert moved[1, 0][0] == other and len(set(moved[1, 0])) == 2
-    assert moved[1, 1] == targets(facts)[1, 1]
+    assert moved[1, 1] == choose_targets(facts)[1, 1]
 
 
 @pytest.mark.parametrize("servers", [2, 3, 4, 8])
@@ -468,8 +468,8 @@ def test_a_server_more_moves_about_its_share(servers):
     for number in range(20):
         named = [ServerFacts(f"server-{i}") for i in range(servers + 1)]
         seats = tuple(SegmentAssignment(1, i, f"job-{number}/{i}") for i in range(32))
-        before = targets(GroupFacts(tuple(named[:-1]), seats, servers, 0))
-        after = targets(GroupFacts(tuple(named), seats, servers + 1, 0))
+        before = choose_targets(GroupFacts(tuple(named[:-1]), seats, servers, 0))
+        after = choose_targets(GroupFacts(tuple(named), seats, servers + 1, 0))
         shares.append(sum(before[id_] != after[id_] for id_ in before) / 32)
     share = sum(shares) / len(shares)
     print(f"{servers} -> {servers + 1}: {share:.3f} of the segments move; 1/n is {1 / (servers + 1):.3f}")

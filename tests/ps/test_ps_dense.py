@@ -11,7 +11,7 @@ from torch.optim import SGD, Adagrad, Adam
 
 from rayps.core.job.repeated_pushes import WINDOW, Ledger
 from rayps.core.strategy.topology import ASP, PerPush, PerRound, Servers
-from rayps.ps.server.dense_segment import MEAN, PUSHED, VALUES, DenseSegment, changes_by, part_of, state_of
+from rayps.ps.server.dense_segment import MEAN, PUSHED, VALUES, DenseSegment, find_kind_of_change, part_of, state_of
 from rayps.strategies.base import Strategy
 from rayps.strategies.parameter_server import ParameterServer
 from rayps.tensors.flat import Layout
@@ -192,7 +192,14 @@ def test_a_round_that_the_state_knew_whole_is_closed_by_the_promotion():
 
 
 def test_what_a_change_is():
-    assert [changes_by(STRATEGIES[name]) for name in STRATEGIES] == [MEAN, PUSHED, PUSHED, VALUES, PUSHED, PUSHED]
+    assert [find_kind_of_change(STRATEGIES[name]) for name in STRATEGIES] == [
+        MEAN,
+        PUSHED,
+        PUSHED,
+        VALUES,
+        PUSHED,
+        PUSHED,
+    ]
     mean, values = made("bsp"), made("median")
     for rank in range(WORKERS):
         small = mean.push(rank, 0, 1.0, data(rank, 0))

@@ -18,7 +18,7 @@ from rayps.ps import group as elastic
 from rayps.ps.client.client import GroupServer
 from rayps.ps.client.session import Session
 from rayps.ps.manager import launcher
-from rayps.ps.manager.launcher import actor_name
+from rayps.ps.manager.launcher import name_actor
 from rayps.ps.protocol.rows import cut
 from rayps.ps.protocol.space import Space
 from rayps.ps.server_group import OwnSpace
@@ -72,7 +72,7 @@ def test_start_find_and_stop(cluster):
     finally:
         group.stop()
     assert elastic.names(cluster) == []
-    assert all(cluster.find(actor_name("prod", f"server-{i}")) is None for i in range(3))
+    assert all(cluster.find(name_actor("prod", f"server-{i}")) is None for i in range(3))
     with pytest.raises(ActorDied, match="has no manager"):
         group.open(None)
     for servers, replicas in ((0, 0), (1, 1), (2, -1), (2, 2), ("2", 1)):
@@ -142,7 +142,7 @@ def test_a_manager_that_dies_is_begun_again_while_pushes_go_on(cluster, tmp_path
         assert after.holders == before.holders and after.version > before.version
         push(server, 1)
         gone = before.holders[0].primary
-        cluster.kill(cluster.find(actor_name("again", gone)))
+        cluster.kill(cluster.find(name_actor("again", gone)))
         for _ in range(5):
             push(server, 1)  # the worker heard of the new manager, and of the new primaries from it
         assert torch.equal(server.pull(), torch.arange(SIZE, dtype=torch.float32) - 12)
@@ -197,7 +197,7 @@ def test_a_private_group_ends_with_its_manager(cluster):
     group = elastic.start(cluster, "private", 2, 0, detached=False)
     assert len(names(group)) == 2
     cluster.kill(cluster.find("rayps-servers-private"))
-    assert all(cluster.find(actor_name("private", f"server-{i}")) is None for i in range(2))
+    assert all(cluster.find(name_actor("private", f"server-{i}")) is None for i in range(2))
 
 
 def test_servers_that_do_not_come_are_said(cluster, monkeypatch):
@@ -240,7 +240,7 @@ def test_a_branch_goes_its_own_way(cluster):
         assert torch.equal(server.pull(), began - 1) and torch.equal(other.pull(), began - 10)
         group.wait_settled(SECONDS)
         gone = group.map(twig.number).holders[0].primary
-        cluster.kill(cluster.find(actor_name("branch", gone)))
+        cluster.kill(cluster.find(name_actor("branch", gone)))
         push(other, 10)
         assert torch.equal(other.pull(), began - 20) and torch.equal(server.pull(), began - 1)
         group.wait_settled(SECONDS)

@@ -17,7 +17,7 @@ from rayps.core.job.job_status import Status
 from rayps.core.job.repeated_pushes import Ledger
 from rayps.core.job.user_module import pack
 from rayps.ps.client import session
-from rayps.ps.column_space import Collector, first_state
+from rayps.ps.column_space import Collector, make_first_state
 from rayps.ps.group import start
 from rayps.ps.job_space import JobSpace
 from rayps.ps.protocol.space import Space
@@ -360,11 +360,11 @@ def test_a_segment_begins_with_the_pushes_that_its_elements_hold_and_gives_up_wh
     ledgers = [(0, 4, Ledger([5, 9], {0: [7]})), (4, 8, Ledger([6, 9]))]
     snapshot = Snapshot(layout, torch.arange(8.0), positions=[5, 9], ledgers=ledgers)
     for index, (_, _, ledger) in enumerate(ledgers):
-        state, missing = first_state(space, index, snapshot, [0, 0])
+        state, missing = make_first_state(space, index, snapshot, [0, 0])
         part = part_of(state, 0, 4 * index)
         assert part.ledger == ledger and missing == 0
         assert torch.equal(part.params, snapshot.params[4 * index : 4 * index + 4])
-    state, missing = first_state(space, 0, snapshot, [0, 0], skips={0: 20, 1: 4})
+    state, missing = make_first_state(space, 0, snapshot, [0, 0], skips={0: 20, 1: 4})
     assert part_of(state, 0, 0).ledger == Ledger([20, 9])
     assert missing == 14  # steps 5 to 19, of which 7 is there
 

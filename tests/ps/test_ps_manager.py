@@ -65,7 +65,7 @@ def by(manager, number):
 
 
 def kill(manager, make, server):
-    make.cluster.kill(make.cluster.find(launcher.actor_name("g", server)))
+    make.cluster.kill(make.cluster.find(launcher.name_actor("g", server)))
 
 
 def test_a_space_is_placed_and_gets_its_copies(make):
@@ -254,9 +254,9 @@ def test_a_server_that_the_group_does_not_know_is_ended(make):
         "g",
         contact["secret"],
         contact["address"],
-        name=launcher.actor_name("g", "server-9"),
+        name=launcher.name_actor("g", "server-9"),
     )
-    assert until(lambda: make.cluster.find(launcher.actor_name("g", "server-9")) is None, 60)
+    assert until(lambda: make.cluster.find(launcher.name_actor("g", "server-9")) is None, 60)
     assert list_alive(manager) == ["server-0", "server-1"]
 
 

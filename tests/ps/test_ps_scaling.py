@@ -25,7 +25,7 @@ from rayps.ps.manager.launcher import ActorStarter
 from rayps.ps.manager.scaling import GroupScaling
 from rayps.ps.protocol.rows import cut
 from rayps.ps.protocol.space import Space
-from rayps.ps.server.server_host import host_actor, reservation_name
+from rayps.ps.server.server_host import name_host_actor, name_reservation
 from rayps.ps.server_group import OwnSpace
 from rayps.strategies.parameter_server import ParameterServer
 from rayps.tensors.flat import Layout
@@ -153,13 +153,13 @@ def test_servers_are_forked_on_hosts_with_room_and_their_cpus_are_free_when_they
         assert until(lambda: group.facts()["counts"]["deaths"] == 1, SECONDS)
         group.wait_settled(SECONDS)
         assert not died.keys() & alive(group).keys() and group.facts()["counts"]["lost"] == 0
-        assert all(cluster.reservation(reservation_name("forks", name)) is None for name in died)
+        assert all(cluster.reservation(name_reservation("forks", name)) is None for name in died)
         work.end(now=True)
         work.check()
         pids = [each["pid"] for each in alive(group).values()]
     assert until(lambda: not any(runs(pid) for pid in pids), SECONDS)
-    assert all(cluster.find(host_actor("forks", node)) is None for node in "ab")
-    assert not any(cluster.reservation(reservation_name("forks", f"server-{i}")) for i in range(10))
+    assert all(cluster.find(name_host_actor("forks", node)) is None for node in "ab")
+    assert not any(cluster.reservation(name_reservation("forks", f"server-{i}")) for i in range(10))
 
 
 def stat(pid):

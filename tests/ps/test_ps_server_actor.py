@@ -13,7 +13,7 @@ from rayps_client.errors import ClusterError
 
 from rayps.cluster.local import until
 from rayps.ps.server import server_actor
-from rayps.ps.server.server_actor import LOWEST, quietly
+from rayps.ps.server.server_actor import LOWEST, run_quietly
 from rayps.ps.server.server_host import TemplateProcess
 from rayps.ps.server.server_template import ServerOrder
 
@@ -30,19 +30,19 @@ def niceness():
 
 def test_what_is_done_quietly_has_the_lowest_rank_and_what_comes_after_it_the_usual_one():
     before, during = niceness(), []
-    quietly(lambda: during.append(niceness()))
+    run_quietly(lambda: during.append(niceness()))
     assert during == [LOWEST] and niceness() == before < LOWEST
 
 
 def test_what_fails_quietly_is_left_to_who_needs_it(caplog):
-    quietly(lambda: 1 // 0)
+    run_quietly(lambda: 1 // 0)
     assert "ZeroDivisionError" in caplog.text
 
 
 def test_what_does_not_end_is_left_alone(monkeypatch):
     monkeypatch.setattr(server_actor, "QUIET_SECONDS", 0.05)
     end = threading.Event()
-    quietly(lambda: end.wait(30))
+    run_quietly(lambda: end.wait(30))
     assert not end.is_set()
     end.set()
 

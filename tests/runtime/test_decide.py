@@ -33,10 +33,10 @@ from rayps.runtime.driver.decide_recovery import (
     Restart,
     RunFacts,
     Stop,
+    choose_recovery,
     death_of,
     decide,
     pause_before,
-    recovery_now,
 )
 
 LOST = PeerLost("worker-1 closed the connection", peer="worker-1")
@@ -171,7 +171,7 @@ def test_the_last_failure_quotes_what_the_dead_process_wrote():
     ],
 )
 def test_what_is_declared_decides_what_a_death_brings_about(facts, now):
-    assert recovery_now(facts) == now
+    assert choose_recovery(facts) == now
 
 
 def recovery_law(facts):
@@ -195,8 +195,8 @@ def test_every_combination_of_what_bends_a_recovery():
     found = set()
     for each, *others in itertools.product(declared, *[[False, True]] * 6):
         facts = RecoveryFacts(each, *others)
-        assert recovery_now(facts) == recovery_law(facts), facts
-        found.add(recovery_now(facts))
+        assert choose_recovery(facts) == recovery_law(facts), facts
+        found.add(choose_recovery(facts))
     assert found == {RestartAll(), ReplaceOne(), Rebuild(), RegroupLiving()}
 
 

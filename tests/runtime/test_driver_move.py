@@ -22,11 +22,11 @@ from rayps.runtime.driver.driver_move import (
     DEPARTURE,
     NoticeWatch,
     can_leave,
-    last_departure,
+    find_last_departure,
     move_seconds,
     save_delay,
 )
-from rayps.runtime.driver.last_checkpoint import MOST_LEAD, last_rounds, repeated_rounds
+from rayps.runtime.driver.last_checkpoint import MOST_LEAD, choose_last_rounds, count_repeated_rounds
 from rayps.runtime.driver.workload_job import WorkloadJob
 from rayps.runtime.records.journal import Journal
 from rayps.runtime.results.snapshots import SnapshotSchedule
@@ -98,7 +98,7 @@ def test_no_round_is_computed_twice(tag, tmp_path, strategy):
     assert json.loads((tmp_path / "progress.json").read_text())["status"] == "RECOVERING"
     left = journal.events[-1]
     assert (left["kind"], left["repeated"]) == (DEPARTURE, 0) and 0 < left["round"] < 200, left
-    assert last_departure(tmp_path) == left
+    assert find_last_departure(tmp_path) == left
     assert "STOPPING" not in journal.statuses  # a job that is stopping never runs again
     journal.close()
     computed = SEEN[tag]
@@ -107,7 +107,7 @@ def test_no_round_is_computed_twice(tag, tmp_path, strategy):
     assert outcomes[0].status is Status.SUCCEEDED and not second.moved
     [came] = [event for event in journal.events if event["kind"] == ARRIVAL]
     assert (came["round"], came["repeated"]) == (left["round"], 0) and came["seconds"] > 0
-    assert last_departure(tmp_path) is None
+    assert find_last_departure(tmp_path) is None
     assert SEEN[tag] == 600 + 600, computed  # each batch of 3 rows once, and once more in the evaluation at the end
     rounds = [point["round"] for point in points(tmp_path) if point["kind"] == "round"]
     assert sorted(rounds) == list(range(200))
@@ -154,12 +154,12 @@ def test_a_save_while_training_goes_on(tag, tmp_path):
     ],
 )
 def test_after_which_rounds_workers_stop(begun, at, stops):
-    assert last_rounds(begun) == (at, stops)
+    assert choose_last_rounds(begun) == (at, stops)
 
 
 def test_in_the_chosen_round_every_worker_takes_part():
     for begun in itertools.product(range(4), (0, 1, 2, 30), (0, 3, 60)):
-        at, stops = last_rounds(dict(enumerate(begun)))
+        at, stops = choose_last_rounds(dict(enumerate(begun)))
         assert at > min(begun)  # a round that some worker has not begun: it retains its part
         assert all(stops[rank] >= max(at, own) for rank, own in enumerate(begun))  # and nobody stops before it
         assert all(stops[rank] <= max(own, at) for rank, own in enumerate(begun))
@@ -167,10 +167,10 @@ def test_in_the_chosen_round_every_worker_takes_part():
 
 def test_how_many_rounds_are_repeated():
     facts = [WorkerFacts(0, 1, "paused", 9), WorkerFacts(1, 1, "paused", 12)]
-    assert repeated_rounds(facts, [9, 12], 9) == 0
-    assert repeated_rounds(facts, [9, 11], 9) == 1
-    assert repeated_rounds(facts, [], 9) == 3
-    assert repeated_rounds([None, *facts], [9, 9, 9], 9) == 3
+    assert count_repeated_rounds(facts, [9, 12], 9) == 0
+    assert count_repeated_rounds(facts, [9, 11], 9) == 1
+    assert count_repeated_rounds(facts, [], 9) == 3
+    assert count_repeated_rounds([None, *facts], [9, 9, 9], 9) == 3
 
 
 def test_one_further_snapshot_and_then_boundaries_again():

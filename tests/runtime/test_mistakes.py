@@ -18,8 +18,8 @@ from benchmarks.runs.mistakes import Mistake
 from rayps.cluster.local import LocalCluster
 from rayps.core.job.user_code import place_of
 from rayps.core.job.user_module import pack, unpack
-from rayps.core.memory import available_bytes, total_bytes
-from rayps.runtime.driver.model_memory import limited, measured
+from rayps.core.memory import read_available_bytes, read_total_bytes
+from rayps.runtime.driver.model_memory import limit_model, measure_model
 
 
 class Base(rayps.Workload):
@@ -286,34 +286,34 @@ def test_a_model_larger_than_the_memory_is_refused_before_it_is_built(work):
             created.append(1)
             return super().model()
 
-    with limited(Counts(), lambda: size, large=50_000):
+    with limit_model(Counts(), lambda: size, large=50_000):
         Counts().model()
     with (
         pytest.raises(WorkloadError, match=r"of parameters.*memory available"),
-        limited(Counts(), lambda: size - 50_000, large=50_000),
+        limit_model(Counts(), lambda: size - 50_000, large=50_000),
     ):
         Counts().model()
-    with limited(Counts(), lambda: None, large=0):
+    with limit_model(Counts(), lambda: None, large=0):
         Counts().model()
-    assert measured(Deep()) == size
-    assert measured(ReadsValues()) is None
+    assert measure_model(Deep()) == size
+    assert measure_model(ReadsValues()) is None
 
 
 def test_memory_of_the_machine_and_of_a_cgroup(tmp_path):
-    assert available_bytes(tmp_path) is None and total_bytes(tmp_path) is None
+    assert read_available_bytes(tmp_path) is None and read_total_bytes(tmp_path) is None
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc" / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:   8 kB\n")
-    assert available_bytes(tmp_path) == 8192 and total_bytes(tmp_path) == 9216
+    assert read_available_bytes(tmp_path) == 8192 and read_total_bytes(tmp_path) == 9216
     cgroup = tmp_path / "sys" / "fs" / "cgroup"
     cgroup.mkdir(parents=True)
     (cgroup / "memory.max").write_text("max\n")
     (cgroup / "memory.current").write_text("1000\n")
-    assert available_bytes(tmp_path) == 8192
+    assert read_available_bytes(tmp_path) == 8192
     (cgroup / "memory.max").write_text("3000\n")
-    assert available_bytes(tmp_path) == 2000 and total_bytes(tmp_path) == 3000
+    assert read_available_bytes(tmp_path) == 2000 and read_total_bytes(tmp_path) == 3000
     (cgroup / "memory.stat").write_text("anon 1\ninactive_file 500\n")  # cached files are dropped when needed
-    assert available_bytes(tmp_path) == 2500
-    assert available_bytes() > 0
+    assert read_available_bytes(tmp_path) == 2500
+    assert read_available_bytes() > 0
 
 
 # ---- hints

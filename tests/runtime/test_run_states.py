@@ -26,7 +26,7 @@ from rayps.runtime.driver.decide_recovery import (
     StartWorkers,
     Stop,
     Train,
-    next_state,
+    find_next_state,
 )
 
 PHASES = 2
@@ -105,7 +105,7 @@ def law(state, found):
 def test_every_state_with_every_finding():
     reached = set()
     for state, found in itertools.product(STATES, EVERY):
-        after = next_state(state, found)
+        after = find_next_state(state, found)
         last = isinstance(state, EnterPhase) and state.phase == PHASES
         assert type(after) is (RunEnded if last else law(state, found)), (state, found)
         assert after.terminal is isinstance(after, RunEnded)
@@ -115,7 +115,7 @@ def test_every_state_with_every_finding():
 
 def test_what_is_handed_on():
     for state, found in itertools.product(STATES, EVERY):
-        after = next_state(state, found)
+        after = find_next_state(state, found)
         if state.terminal:
             assert after is state
         if hasattr(state, "phase") and hasattr(after, "phase"):  # a phase is left by its evaluation, or skipped
@@ -166,7 +166,7 @@ def test_a_run_can_end_from_every_state_that_it_can_reach():
     found, after = {repr(StartWorkers()): StartWorkers()}, {}
     while todo := found.keys() - after.keys():
         for name in todo:
-            next_ones = [next_state(found[name], findings) for findings in matters(found[name])]
+            next_ones = [find_next_state(found[name], findings) for findings in matters(found[name])]
             after[name] = {repr(state) for state in next_ones}
             found |= {repr(state): state for state in next_ones}
     assert {type(state) for state in found.values()} == {type(state) for state in STATES}
@@ -261,7 +261,7 @@ def scripts(state, length):
         yield [], [], state
         return
     for found in matters(state):
-        for rest, trace, end in scripts(next_state(state, found), length - 1):
+        for rest, trace, end in scripts(find_next_state(state, found), length - 1):
             yield [found, *rest], [state, *trace], end
 
 

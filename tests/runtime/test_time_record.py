@@ -18,7 +18,7 @@ from rayps.cluster.members import GroupMember
 from rayps.core.time.goodput import FILE, read_job_time
 from rayps.core.time.member_times import MemberTimes
 from rayps.core.time.time_account import PARTS
-from rayps.core.time.time_verdict import verdict
+from rayps.core.time.time_verdict import reach_verdict
 from rayps.runtime.driver.driver import Driver
 from rayps.runtime.driver.workload_job import WorkloadJob
 from rayps.runtime.records.journal import Journal
@@ -71,7 +71,7 @@ def test_the_parts_of_a_run_add_up_and_the_wait_is_for_the_slow_worker(tmp_path,
     assert first.times.waits["worker-1"] > second.times.waits.get("worker-0", 0.0)
     assert first.parts["waiting"] == pytest.approx(sum(first.times.waits.values()), abs=0.01)
     assert second.parts["compute"] >= 20 * 0.02
-    assert ("worker-1",) in [finding.guilty for finding in verdict(found).findings]
+    assert ("worker-1",) in [finding.guilty for finding in reach_verdict(found).findings]
     assert driver.job_time().goodput == pytest.approx(found.goodput, abs=0.01)
     progress = json.loads((tmp_path / "progress.json").read_text())
     assert progress["account"]["goodput"] == pytest.approx(found.goodput, abs=0.01)

@@ -8,7 +8,7 @@ import torch
 
 from rayps.comm import link
 from rayps.core.job.user_module import pack
-from rayps.core.partition import slices
+from rayps.core.partition import cut_slices
 from rayps.core.rows.phase_rounds import Boundary
 from rayps.ps.client import connections
 from rayps.ps.client.client import GroupServer
@@ -67,7 +67,7 @@ class House:
     def __init__(self, layout, start, shards, workers, strategy, factory, boundary=None):
         self.start, self.workers, self.factory, self.strategy = start, workers, factory, strategy
         self.boundary = boundary or Boundary(0, -1)
-        self.ranges = [(cut.start, cut.stop) for cut in slices(layout.size, shards)]
+        self.ranges = [(cut.start, cut.stop) for cut in cut_slices(layout.size, shards)]
         self.space = Space("house", 1, workers, strategy, layout, tuple(self.ranges))
         self.loops = [Served(self, i) for i in range(shards)]
         self.maps, self.servers = [], []

@@ -37,7 +37,7 @@ def device(request):
 def on_device(device, monkeypatch):
     """Shards that ask for a GPU are on the device."""
     optimizer = functools.partial(DeviceOptimizer, device=device)
-    monkeypatch.setattr(shard_actor, "optimizer_on", lambda name: None if name == "cpu" else optimizer)
+    monkeypatch.setattr(shard_actor, "find_optimizer_type", lambda name: None if name == "cpu" else optimizer)
     return device
 
 

@@ -15,7 +15,7 @@ from rayps.cluster.local import until
 from rayps.ps.protocol.mailbox import WAITS
 from rayps.ps.protocol.messages import GroupMessage
 from rayps.tensors.flat import Layout
-from rayps.tensors.packing import flat_bytes
+from rayps.tensors.packing import view_bytes
 
 ONES = torch.ones(N, dtype=torch.float64)
 TABLE = Layout.of([("w", torch.empty(N, 1, dtype=torch.float64))])
@@ -253,7 +253,7 @@ def test_a_retried_push_pull_counts_once_and_still_pulls(house, resident):  # no
     piece, found = np.ones(N), torch.empty(N, dtype=torch.float64)
     for _ in range(3):
         found.zero_()
-        places = {0: flat_bytes(found)}
+        places = {0: view_bytes(found)}
         server.session.exchange(GroupMessage.PUSH_PULL, {0: piece.data.cast("B")}, step=0, weight=1.0, outputs=places)
         assert np.array_equal(found.numpy(), (START - 0.1).numpy())
 

@@ -9,19 +9,19 @@ from hypothesis import strategies as st
 from rayps_client.errors import ConfigError
 from torch.optim import SGD, Adagrad, Adam
 
-from rayps.core.partition import slices
+from rayps.core.partition import cut_slices
 from rayps.ps.protocol.rows import (
     KEPT_LISTS,
     IdLists,
     Ids,
     ShardRows,
     TableInVector,
-    cuts,
-    piece,
-    rows_here,
+    cut_shards,
+    find_rows_here,
     step_rows,
     table_of,
-    union,
+    take_piece,
+    unite_rows,
 )
 from rayps.tensors.flat import Layout
 from rayps.tensors.optim import SlicedOptimizer
@@ -56,7 +56,9 @@ def test_ids_are_sorted_and_unique_once_and_duplicates_summed(given_ids):
     whole, law = torch.zeros(10, 3, dtype=F64), torch.zeros(10, 3, dtype=F64)
     half = len(ids.unique) // 2
     summed, room = ids.summed(rows), torch.empty(60, dtype=F64)
-    whole[ids.unique] = torch.cat([piece(summed, 0, half), piece(summed, half, len(ids.unique), room)]).view(-1, 3)
+    whole[ids.unique] = torch.cat([take_piece(summed, 0, half), take_piece(summed, half, len(ids.unique), room)]).view(
+        -1, 3
+    )
     for place, row in zip(given_ids, rows, strict=True):
         law[place] += row
     assert torch.allclose(whole, law, atol=1e-14)
@@ -91,7 +93,7 @@ def test_each_shard_gets_the_rows_it_holds(given_ids, bounds):
     found = []
     for (lo, hi), (first, last) in zip(ranges, ids.cut(ranges), strict=True):
         if first < last:
-            found.append(rows_here(LAYOUT, lo, hi, 1, ids.unique[first:last]).of(vector[lo:hi]))
+            found.append(find_rows_here(LAYOUT, lo, hi, 1, ids.unique[first:last]).of(vector[lo:hi]))
     law = vector[4:34].view(10, 3)[ids.unique]
     assert torch.equal(torch.cat([*found, torch.empty(0, 3, dtype=F64)]), law)
 
@@ -99,9 +101,9 @@ def test_each_shard_gets_the_rows_it_holds(given_ids, bounds):
 @given(st.integers(1, 4), st.integers(1, 12), st.integers(1, 60), st.integers(1, 9))
 def test_cuts_leave_small_rows_whole_and_shards_equal(shards, width, rows, before):
     layout = Layout.of([("head", torch.empty(before)), ("table", torch.empty(rows, width))])
-    found = cuts(layout, shards)
+    found = cut_shards(layout, shards)
     assert [lo for lo, _ in found] == [0, *(hi for _, hi in found[:-1])] and found[-1][1] == layout.size
-    for (lo, hi), law in zip(found, slices(layout.size, shards), strict=True):
+    for (lo, hi), law in zip(found, cut_slices(layout.size, shards), strict=True):
         assert lo <= hi and law.start - width < lo <= law.start and law.stop - width < hi <= law.stop
         if width <= layout.size // shards // 16:
             table_of(layout).part(lo, hi)
@@ -115,9 +117,9 @@ def test_a_row_that_is_cut_between_servers_is_refused():
 @pytest.mark.parametrize("ids", [[2, 1], [1, 1], [0], [9], [-1, 5]])
 def test_a_shard_refuses_ids_that_are_not_sorted_or_not_its_own(ids):
     with pytest.raises(ValueError, match="sorted, unique and among the rows 1 to 5"):
-        rows_here(LAYOUT, 7, 22, 1, torch.tensor(ids))
+        find_rows_here(LAYOUT, 7, 22, 1, torch.tensor(ids))
     with pytest.raises((ValueError, ConfigError), match=r"no parameter|no table"):
-        rows_here(LAYOUT, 7, 22, len(ids) + 2, torch.tensor(ids))
+        find_rows_here(LAYOUT, 7, 22, len(ids) + 2, torch.tensor(ids))
 
 
 def test_a_list_that_comes_again_is_found_and_the_oldest_makes_room():
@@ -142,7 +144,7 @@ def test_a_list_that_comes_again_is_found_and_the_oldest_makes_room():
 @given(ID_LISTS.filter(bool), ID_LISTS.filter(bool))
 def test_a_union_has_both(one, other):
     a, b = (ShardRows(1, 4, 3, torch.tensor(sorted(set(ids)))) for ids in (one, other))
-    both = union([a, b])
+    both = unite_rows([a, b])
     assert both.ids.tolist() == sorted({*one, *other})
     values = torch.randn(LAYOUT.size, dtype=F64)
     assert torch.equal(a.within(both).of(both.of(values).view(-1)), a.of(values))
@@ -170,7 +172,7 @@ def sliced(factory, lo=0, hi=LAYOUT.size):
 def test_without_memory_of_its_own_a_step_of_rows_is_a_dense_step_with_zeros_elsewhere(factory, batches):
     one, law = sliced(factory), sliced(factory)
     for ids in batches:
-        rows = rows_here(LAYOUT, 0, LAYOUT.size, 1, torch.tensor(sorted(set(ids)), dtype=torch.int64))
+        rows = find_rows_here(LAYOUT, 0, LAYOUT.size, 1, torch.tensor(sorted(set(ids)), dtype=torch.int64))
         grad = torch.randn(len(rows.ids), 3, dtype=F64)
         step_rows(one, rows, grad, 0.5)
         law.step(dense_of(rows, grad), 0.5)
@@ -187,7 +189,7 @@ def test_a_step_of_rows_moves_them_as_a_dense_step_does_and_nothing_else(factory
     law.step(torch.ones(LAYOUT.size, dtype=F64))
     one.step(torch.ones(LAYOUT.size, dtype=F64))
     for ids in batches:
-        rows = rows_here(LAYOUT, 0, LAYOUT.size, 1, torch.tensor(sorted(set(ids)), dtype=torch.int64))
+        rows = find_rows_here(LAYOUT, 0, LAYOUT.size, 1, torch.tensor(sorted(set(ids)), dtype=torch.int64))
         grad = torch.randn(len(rows.ids), 3, dtype=F64)
         step_rows(one, rows, grad)
         put_back(law, rows, grad)
@@ -201,7 +203,7 @@ def test_a_step_of_rows_moves_them_as_a_dense_step_does_and_nothing_else(factory
 @pytest.mark.parametrize("factory", FACTORIES)
 def test_the_first_step_of_rows_makes_state_for_them_alone(factory):
     one = sliced(factory)
-    rows = rows_here(LAYOUT, 0, LAYOUT.size, 1, torch.tensor([2, 7]))
+    rows = find_rows_here(LAYOUT, 0, LAYOUT.size, 1, torch.tensor([2, 7]))
     before = table_state(one).get("sum", torch.zeros(30, dtype=F64)).view(10, 3).clone()
     step_rows(one, rows, torch.ones(2, 3, dtype=F64))
     others = [i for i in range(10) if i not in (2, 7)]

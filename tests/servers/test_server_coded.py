@@ -13,10 +13,10 @@ from torch.optim import SGD
 
 from rayps import AllReduce, ParameterServer
 from rayps.cluster.local import LocalCluster, until
-from rayps.comm.compress import ErrorFeedback, codec
+from rayps.comm.compress import ErrorFeedback, find_codec
 from rayps.ps.client.client import compress
 from rayps.ps.protocol.messages import GroupMessage
-from rayps.ps.protocol.pieces import Extent, coded_piece
+from rayps.ps.protocol.pieces import Extent, make_coded_piece
 from rayps.ps.server_group import ServerGroup
 from rayps.tensors.flat import Gradient
 
@@ -78,7 +78,7 @@ def test_in_step_shards_step_by_the_mean_of_what_was_decoded(name, dtype, shards
             return found
 
         found = every(work, 3)
-        memories = [ErrorFeedback(codec(name), N, dtype) for _ in range(3)]
+        memories = [ErrorFeedback(find_codec(name), N, dtype) for _ in range(3)]
         law = torch.zeros(N, dtype=dtype)
         for step in range(5):
             heard = [
@@ -95,7 +95,7 @@ def test_in_step_shards_step_by_the_mean_of_what_was_decoded(name, dtype, shards
 @pytest.mark.parametrize("name", NAMES)
 def test_pushed_ranges_have_their_own_memory(name):
     with House(3, 1, None) as house:
-        server, memory = house.join(0, name), ErrorFeedback(codec(name), N, torch.float32)
+        server, memory = house.join(0, name), ErrorFeedback(find_codec(name), N, torch.float32)
         law = torch.zeros(N)
         for lo, hi in ((0, N), (10, 20), (900, 2100), (N - 1, N), (0, N), (500, 500)):
             vector = gradient(0, lo + hi, n=hi - lo)
@@ -153,8 +153,8 @@ def test_a_repeated_push_is_applied_once_and_the_same_bytes():
 
 
 def test_payloads_that_are_wrong_are_refused():
-    memory, layout = ErrorFeedback(codec("fp16"), 4, torch.float32), static_servers.vector_layout(4, torch.float32)
-    extent, whole = Extent(layout, 0, 4), bytes(coded_piece(memory, torch.ones(4), 0, 0, 1.0, 16))
+    memory, layout = ErrorFeedback(find_codec("fp16"), 4, torch.float32), static_servers.vector_layout(4, torch.float32)
+    extent, whole = Extent(layout, 0, 4), bytes(make_coded_piece(memory, torch.ones(4), 0, 0, 1.0, 16))
     assert torch.equal(extent.read_push(memoryview(whole)).value, torch.ones(4))
     with pytest.raises(ValueError):
         extent.read_push(memoryview(bytes(10)))
@@ -280,7 +280,7 @@ def test_in_step_server_and_ring_take_nearly_the_same_course():
 def test_a_group_of_ones_own_may_compress(more):
     with ServerGroup(torch.zeros(N), staleness=None, compression="int8", cluster=LocalCluster(), **more) as group:
         server = group.join(0)
-        vector, memory = gradient(0, 0), ErrorFeedback(codec("int8"), N, torch.float32)
+        vector, memory = gradient(0, 0), ErrorFeedback(find_codec("int8"), N, torch.float32)
         assert torch.equal(server.push_pull(vector), -through(memory, vector, [(0, N)]))
         server.close()
     with pytest.raises(ConfigError, match="zip"):

@@ -10,7 +10,7 @@ from torch.optim import SGD, Adagrad
 
 import rayps
 from rayps.cluster.local import LocalCluster
-from rayps.ps.protocol.pieces import Extent, KnownRows, rows_piece
+from rayps.ps.protocol.pieces import Extent, KnownRows, make_rows_piece
 from rayps.ps.protocol.rows import ShardRows
 from rayps.tensors.flat import Layout
 
@@ -178,7 +178,7 @@ def test_ids_that_come_again_are_compared_and_not_checked_again():
     lists[-1] = sorted(set(lists[-1]))
 
     def read(ids, seen):
-        return extent.read_pull(memoryview(rows_piece(ShardRows(1, 0, 2, torch.tensor(ids)), 800)), seen)
+        return extent.read_pull(memoryview(make_rows_piece(ShardRows(1, 0, 2, torch.tensor(ids)), 800)), seen)
 
     for _ in range(200):
         ids = chance.choice(lists)

@@ -22,7 +22,7 @@ from service_site import Site
 from rayps.cli import doctor
 from rayps.core.job.job_status import Status
 from rayps.service import adoption, job_folders, processes
-from rayps.service.adoption import FolderRow, StoreRow, compare, restored_columns
+from rayps.service.adoption import FolderRow, StoreRow, compare, make_restored_columns
 from rayps.service.store import Store
 from rayps.strategies.job import JobSpec
 
@@ -87,7 +87,7 @@ def test_every_difference_between_folders_and_rows_is_found() -> None:
     ],
 )
 def test_how_a_lost_job_is_filed_again(found: FolderRow, expected: dict[str, Any]) -> None:
-    assert restored_columns(found) == expected
+    assert make_restored_columns(found) == expected
 
 
 def lose(site: Site, how: str, backup: bytes = b"") -> None:
@@ -227,7 +227,7 @@ def test_the_doctor_names_lost_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("RAYPS_STATE_DIR", str(tmp_path / "state"))
 
     def said() -> doctor.Finding:
-        return next(each for each in doctor.findings() if each.name == "jobs in the store")
+        return next(each for each in doctor.list_findings() if each.name == "jobs in the store")
 
     assert said().found == "no state directory yet"
     site = Site(tmp_path / "state")

@@ -20,12 +20,12 @@ from rayps_client.exchange.signed_orders import ClientToken, Key
 from rayps_client.machine.client_folder import ClientFolder
 
 from rayps.cli.jobs import note_packed
-from rayps.core.job.code_archive import ArchiveEntry, hash_of, leaves, read, unpack, write
-from rayps.core.job.requirements import read_requirements, refused_requirement
-from rayps.service.code.code_files import code_files, must_be_project, pack_code
+from rayps.core.job.code_archive import ArchiveEntry, check_link, hash_of, read, unpack, write
+from rayps.core.job.requirements import explain_refusal, read_requirements
+from rayps.service.code.code_files import must_be_project, pack_code, yield_code_files
 from rayps.service.code.code_origin import MOST_DIFF, origin_of
 from rayps.service.code.code_upload import prepare_upload, write_code
-from rayps.service.tokens.member_authority import issue, new_authority, new_request
+from rayps.service.tokens.member_authority import create_authority, create_request, issue
 
 NAMES = st.text("abcXYZ019 -_.é", min_size=1, max_size=8).filter(
     lambda name: name.strip(".") != "" and name == name.strip()
@@ -163,8 +163,8 @@ def test_keys_and_tokens_are_never_packed_and_are_named(
 ) -> None:
     """All that the commands of rayps write with a secret in it, below the folder of a job."""
     monkeypatch.delenv("RAYPS_MEMBER_PASSPHRASE", raising=False)
-    new_authority(tmp_path / "federation", "North", 10)
-    new_request("a", tmp_path / "a.key", tmp_path / "a.csr")
+    create_authority(tmp_path / "federation", "North", 10)
+    create_request("a", tmp_path / "a.key", tmp_path / "a.csr")
     member = issue(tmp_path / "federation", tmp_path / "a.csr", 10.0)
     certificate = member.certificate.public_bytes(Encoding.PEM)
     client = ClientFolder(tmp_path / "clients" / "JOB" / "a")
@@ -579,7 +579,7 @@ def test_names_of_other_languages_are_packed(tmp_path: Path) -> None:
 )
 def test_an_accepted_link_stays_inside_for_any_folder_depth(path: list[str], link: list[str]) -> None:
     """The slow version: follow the link's parts one by one from the link's folder."""
-    if leaves("/".join(path), "/".join(link)) is None:
+    if check_link("/".join(path), "/".join(link)) is None:
         depth = len(path) - 1
         for part in link:
             depth += {"..": -1, ".": 0}.get(part, 1)
@@ -669,7 +669,7 @@ def test_requirements_are_read_from_files_and_lists(tmp_path: Path) -> None:
     (tmp_path / "requirements.txt").write_text(text)
     expected = ["einops==0.8.1 --hash=sha256:ab --hash=sha256:cd", "./wheels/x.whl"]
     assert read_requirements(tmp_path / "requirements.txt") == expected == read_requirements(expected)
-    assert all(refused_requirement(line) is None for line in expected)
+    assert all(explain_refusal(line) is None for line in expected)
     with pytest.raises(ConfigError, match="cannot be read"):
         read_requirements(tmp_path / "none.txt")
 
@@ -682,8 +682,8 @@ def test_lock_files_of_another_form_are_refused_with_the_way_out(tmp_path: Path,
     with pytest.raises(ConfigError, match=r"is no requirements file:\n.*`uv export --format requirements-txt`"):
         read_requirements(tmp_path / name)
     for line in (tmp_path / name).read_text().splitlines():  # under another name
-        assert "uv export" in (refused_requirement(line) or "")
-    assert [refused_requirement(line) for line in ("a == 1", "a[b]==1", "a>=1; python_version == '3.11'")] == [None] * 3
+        assert "uv export" in (explain_refusal(line) or "")
+    assert [explain_refusal(line) for line in ("a == 1", "a[b]==1", "a>=1; python_version == '3.11'")] == [None] * 3
 
 
 @pytest.mark.parametrize(
@@ -703,7 +703,7 @@ def test_lock_files_of_another_form_are_refused_with_the_way_out(tmp_path: Path,
     ],
 )
 def test_a_requirement_that_refers_to_files_or_has_a_password_is_refused(line: str) -> None:
-    assert refused_requirement(line) is not None
+    assert explain_refusal(line) is not None
 
 
 def test_the_state_directory_of_a_service_is_never_sent(tmp_path):
@@ -714,4 +714,4 @@ def test_the_state_directory_of_a_service_is_never_sent(tmp_path):
         (tmp_path / name / marker).write_text("")
         (tmp_path / name / "token").write_text("secret")
         (tmp_path / name / "jobs" / "rounds.json").write_text("{}")
-    assert [path for path, _ in code_files(tmp_path)] == ["work.py"]
+    assert [path for path, _ in yield_code_files(tmp_path)] == ["work.py"]

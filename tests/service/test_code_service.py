@@ -20,7 +20,7 @@ from real_service import stop_running
 from service_process import ProcessPlace
 from service_site import Site
 
-from rayps.cli.jobs import short_reason
+from rayps.cli.jobs import shorten_reason
 from rayps.cli.main import main
 from rayps.core.job.code_archive import hash_of
 from rayps.core.job.job_environment import JobEnvironment
@@ -151,7 +151,7 @@ def test_the_list_shows_the_sentence_of_a_variable_that_is_missing() -> None:
     for env in ({"A": "@/not/there"}, {"A": None}):
         with pytest.raises(ConfigError) as caught:
             JobEnvironment(env=env).must_have({})
-        assert len(short_reason(caught.value.message)) > 40
+        assert len(shorten_reason(caught.value.message)) > 40
 
 
 def test_code_that_was_deleted_between_upload_and_submission_is_sent_again(

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from rayps.service.elastic_plan import Allotment, Allow, ElasticJob, WaitingJob, allot, reserved
+from rayps.service.elastic_plan import Allotment, Allow, ElasticJob, WaitingJob, add_up_reserved, allot
 
 FREE = "resources are free that no waiting job could use"
 
@@ -205,5 +205,5 @@ def test_histories_keep_the_bounds_and_do_not_flap(seed):
 
 
 def test_what_a_job_reserves():
-    found = reserved({"cpu": 2.0, "gpu": 1.0}, {"cpu": 1.0, "memory": 5.0}, 3)
+    found = add_up_reserved({"cpu": 2.0, "gpu": 1.0}, {"cpu": 1.0, "memory": 5.0}, 3)
     assert found == {"cpu": 5.0, "gpu": 1.0, "memory": 15.0}

@@ -21,7 +21,7 @@ from rayps.core.job.job_status import Status
 from rayps.core.strategy.elastic import ElasticWorkers
 from rayps.service.client import Client
 from rayps.service.drivers import Drivers
-from rayps.service.notice_store import NoticeChanges, NoticeStore, notice_changes
+from rayps.service.notice_store import NoticeChanges, NoticeStore, find_notice_changes
 from rayps.service.scheduler import Scheduler
 from rayps.service.store import Store
 from rayps.strategies.job import JobSpec
@@ -196,7 +196,7 @@ def stored(notice: Notice, withdrawn: bool = False) -> dict[str, tuple[StoredNot
     ],
 )
 def test_what_the_cluster_is_told(rows: Any, known: Any, at: float, expected: NoticeChanges) -> None:
-    assert notice_changes(rows, known, at) == expected
+    assert find_notice_changes(rows, known, at) == expected
 
 
 def test_a_notice_reaches_the_cluster_again_after_it_has_forgotten_it(tmp_path: Path) -> None:

@@ -23,15 +23,15 @@ from rayps.service.local_ray import ray_daemon, ray_logs
 from rayps.service.local_ray.ray_daemon import (
     Lease,
     RayRecord,
-    environment,
     is_expired,
+    make_environment,
     make_token,
     read_record,
     remove_leftovers,
     service_is_alive,
 )
-from rayps.service.local_ray.ray_logs import LogFile, removable
-from rayps.service.local_ray.ray_place import JoinedRay, OwnRay, place
+from rayps.service.local_ray.ray_logs import LogFile, list_removable
+from rayps.service.local_ray.ray_place import JoinedRay, OwnRay, choose_place
 from rayps.service.settings import SERVICE_LOCK, Settings
 
 
@@ -49,7 +49,7 @@ def test_a_process_is_known_by_id_and_start() -> None:
     child = subprocess.Popen(["sleep", "30"])
     since = processes.start_time(child.pid)
     assert processes.is_alive(child.pid, since) and not processes.is_alive(child.pid, (since or 0) + 1)
-    assert child.pid in processes.descendants(os.getpid())
+    assert child.pid in processes.list_descendants(os.getpid())
     child.kill()
     until(lambda: processes.start_time(child.pid) is None)  # a zombie is no living process
     child.wait()
@@ -63,7 +63,7 @@ def test_what_a_tree_left_is_found_and_a_client_is_not(tmp_path: Path) -> None:
     client = subprocess.Popen(["sleep", "30"], stdout=log)
     wanted = {of_session.pid, by_name.pid}
     try:
-        until(lambda: set(processes.left_by_ray(str(tmp_path), of_session.pid)) == wanted, 5)
+        until(lambda: set(processes.find_left_by_ray(str(tmp_path), of_session.pid)) == wanted, 5)
     finally:
         for child in (of_session, by_name, client):
             child.kill()
@@ -79,9 +79,9 @@ sleep = "subprocess.Popen(['sleep', '60'], stdout=-3, stderr=-3, start_new_sessi
 made = subprocess.run([sys.executable, "-c", f"import subprocess; print({sleep})"], capture_output=True, text=True)
 orphan = int(made.stdout)
 subprocess.Popen(["sleep", "61"])
-assert len(processes.descendants(os.getpid())) == 2
+assert len(processes.list_descendants(os.getpid())) == 2
 processes.kill_descendants(os.getpid())
-assert not processes.descendants(os.getpid()) and not processes.start_time(orphan)
+assert not processes.list_descendants(os.getpid()) and not processes.start_time(orphan)
 """
 
 
@@ -120,7 +120,7 @@ def test_the_token_is_made_private_and_kept(tmp_path: Path) -> None:
     make_token(tmp_path)
     assert (tmp_path / "ray_token").read_text() == token
     assert (tmp_path / "ray_token").stat().st_mode & 0o777 == 0o600
-    assert environment(tmp_path)["RAY_AUTH_MODE"] == "token"
+    assert make_environment(tmp_path)["RAY_AUTH_MODE"] == "token"
 
 
 def test_a_sweep_takes_only_what_is_ours(tmp_path: Path) -> None:
@@ -226,22 +226,22 @@ def test_when_an_own_ray_may_end() -> None:
 def test_a_driver_is_known_by_the_title_of_its_process(tmp_path: Path) -> None:
     """The title that Ray gives: the actor's class."""
     name = DRIVER.rpartition(":")[2]
-    assert not ray_daemon._drivers_alive()
+    assert not ray_daemon._are_drivers_alive()
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", f"ray::{name}"])
     try:
-        until(lambda: name in " ".join(processes.command(child.pid)))
-        assert ray_daemon._drivers_alive()
+        until(lambda: name in " ".join(processes.read_command(child.pid)))
+        assert ray_daemon._are_drivers_alive()
     finally:
         child.kill()
         child.wait()
-    assert not ray_daemon._drivers_alive() and processes.command(child.pid) == []
+    assert not ray_daemon._are_drivers_alive() and processes.read_command(child.pid) == []
 
 
 def test_a_cluster_that_does_not_answer() -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-    where = place(Settings(address=f"127.0.0.1:{port}"))
+    where = choose_place(Settings(address=f"127.0.0.1:{port}"))
     assert isinstance(where, JoinedRay) and not where.owned and where.capacity() is None
     with pytest.raises(ClusterError, match=str(port)):
         where.cluster()
@@ -284,7 +284,7 @@ def apart(tmp_path: Path) -> Iterator[Apart]:
 
 
 def ours(found: RayRecord) -> list[int]:
-    return processes.left_by_ray(found.temp_dir, found.session)
+    return processes.find_left_by_ray(found.temp_dir, found.session)
 
 
 @pytest.mark.ray
@@ -293,7 +293,7 @@ def test_it_is_private_found_again_and_ends_without_a_trace(apart: Apart) -> Non
     assert found.alive and found.address is not None and found.address.startswith("127.0.0.1:")
     assert Path(found.temp_dir).stat().st_mode & 0o777 == 0o700
     assert apart.ask()["cpu"] == 3 and apart.up() == found
-    tree = [*processes.descendants(found.pid), found.pid]
+    tree = [*processes.list_descendants(found.pid), found.pid]
     assert len(tree) > 3 and _listens_only_on_loopback(tree)
     apart.own.disconnect(end=True)
     assert not Path(found.temp_dir).exists() and not ours(found)
@@ -304,7 +304,7 @@ def test_it_is_private_found_again_and_ends_without_a_trace(apart: Apart) -> Non
 @pytest.mark.chaos
 def test_a_daemon_that_was_killed_is_replaced_and_swept(apart: Apart) -> None:
     first = apart.up()
-    tree = processes.descendants(first.pid)
+    tree = processes.list_descendants(first.pid)
     os.kill(first.pid, signal.SIGKILL)
     until(lambda: not first.alive, 5)
     second = apart.up()
@@ -344,7 +344,9 @@ def test_a_ray_that_answers_nothing_is_ended_and_started_again(tmp_path: Path, m
         first = read_record(tmp_path)
         assert first is not None
         [gcs] = [
-            pid for pid in processes.descendants(first.pid) if "gcs_server" in " ".join(processes.command(pid)[:1])
+            pid
+            for pid in processes.list_descendants(first.pid)
+            if "gcs_server" in " ".join(processes.read_command(pid)[:1])
         ]
         os.kill(gcs, signal.SIGSTOP)
         own._unresponsive.seconds = 3.0
@@ -388,21 +390,23 @@ def test_only_old_log_files_of_ended_workers_are_removed(monkeypatch: pytest.Mon
     files = [LogFile(log_name(pid, kind), 10.0 * pid) for pid in (1, 2, 3, 4) for kind in ("out", "log")]
     others = [LogFile(name, 0.0) for name in ("gcs_server.out", "raylet.err", "worker-x-1.out", "dashboard_agent.log")]
     now = 40.0 + ray_logs.KEPT_SECONDS + 1
-    assert removable([*files, *others], {1}, now) == [log_name(pid, kind) for pid in (2, 3) for kind in ("out", "log")]
-    assert removable(files, {1}, 25.0 + ray_logs.KEPT_SECONDS) == [log_name(2), log_name(2, "log")]
-    assert removable(files, {1, 2, 3, 4}, now) == removable([], set(), now) == []
+    assert list_removable([*files, *others], {1}, now) == [
+        log_name(pid, kind) for pid in (2, 3) for kind in ("out", "log")
+    ]
+    assert list_removable(files, {1}, 25.0 + ray_logs.KEPT_SECONDS) == [log_name(2), log_name(2, "log")]
+    assert list_removable(files, {1, 2, 3, 4}, now) == list_removable([], set(), now) == []
 
 
 def test_files_of_events_of_ended_workers_are_removed_too() -> None:
     names = ["events/event_CORE_WORKER_{}.log", "export_events/event_EXPORT_TASK_{}.log"]
     files = [LogFile(name.format(pid), float(pid)) for pid in range(1, 201) for name in names]
     files.append(LogFile("events/event_GCS.log", 0.0))
-    found = removable(files, {1}, 1000.0)
+    found = list_removable(files, {1}, 1000.0)
     assert len(found) == 2 * 199 - ray_logs.KEPT_FILES and found[:2] == [name.format(2) for name in names]
 
 
 def test_ray_keeps_no_events_of_calls_for_nobody(tmp_path: Path) -> None:
     """Without this, the gcs grew by 4 MB a minute under two jobs."""
-    found = environment(tmp_path)
+    found = make_environment(tmp_path)
     assert found["RAY_task_events_report_interval_ms"] == "0"
     assert int(found["RAY_maximum_gcs_destroyed_actor_cached_count"]) <= 1000

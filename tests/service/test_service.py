@@ -88,7 +88,7 @@ def rounds(home: Path) -> list[int]:
 def driver_pid(state: Path) -> int:
     found = read_record(state)
     assert found is not None
-    drivers = [pid for pid in processes.descendants(found.pid) if "DriverActor" in _line(pid)]
+    drivers = [pid for pid in processes.list_descendants(found.pid) if "DriverActor" in _line(pid)]
     return max(drivers, key=lambda pid: processes.start_time(pid) or 0)  # an earlier job's may not have left yet
 
 
@@ -307,8 +307,8 @@ def test_a_ray_that_loses_a_process_costs_neither_the_service_nor_a_job(serve: S
         assert daemon is not None
         doomed = [
             pid
-            for pid in [daemon.pid, *processes.descendants(daemon.pid)]
-            if any(part in " ".join(processes.command(pid)[:3]) for part in parts)
+            for pid in [daemon.pid, *processes.list_descendants(daemon.pid)]
+            if any(part in " ".join(processes.read_command(pid)[:3]) for part in parts)
         ]
         assert len(doomed) >= len(parts), victim
         for pid in doomed:
@@ -356,7 +356,7 @@ def test_a_job_that_cannot_begin_fails_with_the_reason(
 def test_an_orderly_end_leaves_no_trace(serve: Serve) -> None:
     found = until(lambda: read_record(serve.state))
     until(lambda: httpx2.get(f"{serve.url}/readyz").status_code == 200)
-    tree = [*processes.descendants(found.pid), found.pid]
+    tree = [*processes.list_descendants(found.pid), found.pid]
     assert serve.end() == 0
     until(lambda: not any(processes.start_time(pid) for pid in tree), 10)
     assert not Path(found.temp_dir).exists() and read_record(serve.state) is None

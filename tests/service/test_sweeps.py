@@ -14,15 +14,15 @@ from rayps_client.errors import ConfigError, Conflict, NotFound
 from service_site import Site
 
 from rayps.cli import main as cli
-from rayps.cli.sparkline import sparkline
+from rayps.cli.sparkline import draw_sparkline
 from rayps.cli.sweeps import values_of
 from rayps.core.job.job_status import Status
 from rayps.service import strategy_check
 from rayps.service.client import Client
 from rayps.service.store import Store
 from rayps.service.strategy_check import refuse_params
-from rayps.service.sweeps.comparison import BATCH_LOSS, best_row, compared, with_direction
-from rayps.service.sweeps.sweep import MOST_JOBS, check_name, job_name, sweep_jobs
+from rayps.service.sweeps.comparison import BATCH_LOSS, compare_jobs, find_best_row, with_direction
+from rayps.service.sweeps.sweep import MOST_JOBS, check_name, make_sweep_jobs, name_job
 from rayps.service.sweeps.sweep_client import table_of
 from rayps.strategies.job import JobSpec
 
@@ -85,7 +85,7 @@ def home(tmp_path: Path) -> Path:
 
 
 def test_the_cross_product_sets_fields_and_parameters() -> None:
-    found = sweep_jobs(JOB, {"lr": [0.1, 0.3], "seed": [0, 1, 2]})
+    found = make_sweep_jobs(JOB, {"lr": [0.1, 0.3], "seed": [0, 1, 2]})
     assert [(job.fields["params"], job.fields["seed"]) for job in found] == [
         ({"width": 8, "lr": lr}, seed) for lr in (0.1, 0.3) for seed in (0, 1, 2)
     ]
@@ -104,15 +104,15 @@ def test_the_cross_product_sets_fields_and_parameters() -> None:
     ],
 )
 def test_each_value_has_a_label(name: str, value: Any, label: str) -> None:
-    (one,) = sweep_jobs(JOB, {name: [value]})
+    (one,) = make_sweep_jobs(JOB, {name: [value]})
     assert one.label == label
 
 
 def test_a_prefix_says_which_of_two_is_meant() -> None:
-    one, two = sweep_jobs(JOB, {"params.seed": [1, 2], "job.seed": [7]})
+    one, two = make_sweep_jobs(JOB, {"params.seed": [1, 2], "job.seed": [7]})
     assert one.fields["params"] == {"width": 8, "seed": 1} and two.fields["params"]["seed"] == 2  # type: ignore[index]
     assert one.fields["seed"] == 7
-    (one,) = sweep_jobs(JOB, {"strategy": [{"name": "parameter_server", "staleness": 3}]})
+    (one,) = make_sweep_jobs(JOB, {"strategy": [{"name": "parameter_server", "staleness": 3}]})
     assert one.label == "strategy=parameter_server:staleness=3"
 
 
@@ -137,24 +137,24 @@ def test_a_prefix_says_which_of_two_is_meant() -> None:
 )
 def test_what_is_no_sweep_is_refused(over: Any, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
-        sweep_jobs(JOB, over)
+        make_sweep_jobs(JOB, over)
 
 
 @pytest.mark.parametrize("name", ["steps", "epochs"])
 def test_a_field_that_a_loop_of_its_own_lacks_is_refused_with_the_name_of_its_argument(name: str) -> None:
     loop = {"run": "loop.py:train_fn"}
     with pytest.raises(ConfigError, match=rf"write params\.{name} for the function's argument"):
-        sweep_jobs(loop, {"lr": [0.1], name: [5, 10]})
-    assert [each.label for each in sweep_jobs(loop, {f"params.{name}": [5, 10]})] == [f"{name}=5", f"{name}=10"]
+        make_sweep_jobs(loop, {"lr": [0.1], name: [5, 10]})
+    assert [each.label for each in make_sweep_jobs(loop, {f"params.{name}": [5, 10]})] == [f"{name}=5", f"{name}=10"]
 
 
 def test_one_and_true_are_two_values() -> None:
-    assert len(sweep_jobs(JOB, {"flag": [1, True, 1.0]})) == 3
+    assert len(make_sweep_jobs(JOB, {"flag": [1, True, 1.0]})) == 3
 
 
 def test_names() -> None:
-    assert job_name("Digits", "lr=0.1") == "Digits lr=0.1"
-    assert len(job_name("Digits", "x" * 100)) == 64
+    assert name_job("Digits", "lr=0.1") == "Digits lr=0.1"
+    assert len(name_job("Digits", "x" * 100)) == 64
     assert check_name("a-1.b_c") == "a-1.b_c"
     for bad in ("", "a b", "a/b", "-a", "a" * 65):
         with pytest.raises(ConfigError, match="the sweep's name is"):
@@ -193,7 +193,7 @@ def ends(row: Any, *names: str) -> Any:
 
 def test_the_table_has_what_differs_and_last_and_best_of_each_metric() -> None:
     jobs = [job("a", {"lr": 0.1, "width": 4}), job("b", {"lr": 0.3, "width": 4})]
-    found = compared(
+    found = compare_jobs(
         jobs,
         {
             "a": series([4.0, 3.0, None, 2.0], {2: {"loss": 1.0, "accuracy": 0.9}, 4: {"loss": 2.0, "accuracy": 0.8}}),
@@ -210,11 +210,11 @@ def test_the_table_has_what_differs_and_last_and_best_of_each_metric() -> None:
     curve = found["curves"]["a"]
     assert curve["loss"] == {"value": [1.0, 2.0], "round": [2, 4], "epoch": [1.0, 2.0], "seconds": [1.0, 2.0]}
     assert curve[BATCH_LOSS]["value"] == [4.0, 3.0, None, 2.0] and curve[BATCH_LOSS]["round"] == [1, 2, 3, 4]
-    best = best_row(found, "loss")
+    best = find_best_row(found, "loss")
     assert best is not None and best["id"] == "b"
-    best = best_row(found, "accuracy")
+    best = find_best_row(found, "accuracy")
     assert best is not None and best["id"] == "a"
-    assert best_row(found, "nothing") is None
+    assert find_best_row(found, "nothing") is None
 
 
 def test_a_default_that_is_not_known_yet_differs_only_from_a_given_value() -> None:
@@ -222,16 +222,16 @@ def test_a_default_that_is_not_known_yet_differs_only_from_a_given_value() -> No
     runs = job("b", {})
     runs["params"] = {"lr": 0.1, "width": 4}
     empty = {"a": series([], {}), "b": series([], {})}
-    assert compared([waits, runs], empty, 0.0)["differing"] == []
+    assert compare_jobs([waits, runs], empty, 0.0)["differing"] == []
     runs["spec"]["params"] = {"lr": 0.1}
-    found = compared([waits, runs], empty, 0.0)
+    found = compare_jobs([waits, runs], empty, 0.0)
     assert found["differing"] == ["lr"]
     assert found["rows"][0]["values"] == {} and found["rows"][0]["seconds"] is None and found["metrics"] == []
 
 
 def test_a_parameter_with_the_name_of_a_field_keeps_its_own_column() -> None:
     jobs = [job("a", {"seed": 1}), job("b", {"seed": 2})]
-    found = compared(jobs, {"a": series([], {}), "b": series([], {})}, 0.0)
+    found = compare_jobs(jobs, {"a": series([], {}), "b": series([], {})}, 0.0)
     assert found["differing"] == ["params.seed"]
 
 
@@ -244,7 +244,7 @@ def test_parameters_metrics_and_facts_of_one_name_have_columns_of_their_own(para
     """Whatever a parameter and a metric are named, no column of a table takes the place of another."""
     jobs = [job("a", {param: 1.5}), job("b", {param: 2.5})]
     both = {each["id"]: series([1.0, 2.0], {2: {metric: 7.5, "loss": 7.0}}) for each in jobs}
-    found = compared(jobs, both, 0.0)
+    found = compare_jobs(jobs, both, 0.0)
     names = [column["name"] for column in found["columns"]]
     assert len(set(names)) == len(names)
     first, second = table_of(found)
@@ -265,7 +265,7 @@ def test_parameters_metrics_and_facts_of_one_name_have_columns_of_their_own(para
 
 def test_steps_have_no_epochs_and_a_final_metric_is_a_point() -> None:
     one = job("a", {}, progress={"round": 4, "rounds": 4}, metrics={"loss": 0.5})
-    found = compared([one], {"a": series([1.0, 1.0, 1.0, 1.0], {})}, 0.0)
+    found = compare_jobs([one], {"a": series([1.0, 1.0, 1.0, 1.0], {})}, 0.0)
     assert found["curves"]["a"]["loss"] == {"value": [0.5], "round": [4], "epoch": None, "seconds": [2.0]}
 
 
@@ -276,7 +276,7 @@ def test_epsilon_is_compared_with_its_delta() -> None:
     spent = series([None, None], {2: {"loss": 1.0}})
     for bucket, epsilon in zip(spent["series"], (0.5, 0.7), strict=True):
         bucket["numbers"] = {"epsilon": epsilon}
-    found = compared([plain, one, two], {"plain": series([1.0], {}), "one": spent, "two": spent}, 0.0)
+    found = compare_jobs([plain, one, two], {"plain": series([1.0], {}), "one": spent, "two": spent}, 0.0)
     assert found["metrics"][:3] == ["loss", "epsilon", "delta"] and found["lowest"]["delta"] is None
     first, *private = found["rows"]
     assert "delta" not in first["metrics"]
@@ -291,14 +291,14 @@ def test_a_name_that_does_not_say_which_value_is_the_best_has_no_best() -> None:
         "a": series([], {2: {"skill": 3.0, "loss": 1.0}, 4: {"skill": 1.0, "loss": 2.0}}),
         "b": series([], {4: {"skill": 2.0, "loss": 3.0}}),
     }
-    found = compared(jobs, both, 0.0)
+    found = compare_jobs(jobs, both, 0.0)
     assert found["lowest"] == {"skill": None, "loss": True}
     assert ends(found["rows"][0], "skill") == {"skill": (1.0, None)}
     assert [row["best skill"] for row in table_of(found)] == [None, None]
     with pytest.raises(ConfigError, match='give mode="min" or mode="max"'):
-        best_row(found, "skill")
+        find_best_row(found, "skill")
     for mode, best, of_a, lowest in (("max", "b", 3.0, False), ("min", "a", 1.0, True)):
-        row = best_row(found, "skill", mode)
+        row = find_best_row(found, "skill", mode)
         assert row is not None and row["id"] == best
         given = with_direction(found, ["skill"], mode)  # type: ignore[arg-type]
         assert ends(given["rows"][0]) == {"skill": (1.0, of_a), "loss": (2.0, 1.0)}
@@ -317,20 +317,20 @@ def test_only_jobs_that_ended_with_a_result_can_be_the_best() -> None:
     ]
     both = {each["id"]: series([], end) for each in jobs}
     both |= {"kept": series([], {4: {"loss": 0.2}}), "ended": series([], {4: {"loss": 0.3}})}
-    found = compared(jobs, both, 0.0)
+    found = compare_jobs(jobs, both, 0.0)
     assert [row["result"] for row in found["rows"]] == [False, False, False, True, True]
     assert [row["reason"] for row in found["rows"]] == [None, "no module 'x'", None, None, None]
-    assert best_row(found, "loss")["id"] == "kept"  # type: ignore[index]
+    assert find_best_row(found, "loss")["id"] == "kept"  # type: ignore[index]
     found["rows"][3]["result"] = False
-    assert best_row(found, "loss")["id"] == "ended"  # type: ignore[index]
-    assert best_row(compared(jobs[:3], both, 0.0), "loss") is None
+    assert find_best_row(found, "loss")["id"] == "ended"  # type: ignore[index]
+    assert find_best_row(compare_jobs(jobs[:3], both, 0.0), "loss") is None
 
 
 def test_a_sparkline() -> None:
-    assert sparkline([0.0, 1.0, 2.0, None, 7.0], 10, 0.0, 7.0) == "▁▂▃ █"
-    assert sparkline([0.0, 2.0, 6.0, 8.0], 2, 0.0, 8.0) == "▂█"
-    assert sparkline([3.0, 3.0], 5, 3.0, 3.0) == "▁▁" and sparkline([], 5, 0.0, 1.0) == ""
-    assert sparkline([float("nan"), float("inf")], 5, 0.0, 1.0) == "  "
+    assert draw_sparkline([0.0, 1.0, 2.0, None, 7.0], 10, 0.0, 7.0) == "▁▂▃ █"
+    assert draw_sparkline([0.0, 2.0, 6.0, 8.0], 2, 0.0, 8.0) == "▂█"
+    assert draw_sparkline([3.0, 3.0], 5, 3.0, 3.0) == "▁▁" and draw_sparkline([], 5, 0.0, 1.0) == ""
+    assert draw_sparkline([float("nan"), float("inf")], 5, 0.0, 1.0) == "  "
 
 
 def test_values_on_the_command_line_are_yaml() -> None:
@@ -707,9 +707,9 @@ def test_a_job_without_a_sweep_is_shown_alone(
 
 def test_a_metric_that_no_job_has_is_not_compared() -> None:
     private = series([None, None], {2: {"accuracy": 0.5}})
-    assert compared([job("a", {})], {"a": private}, 0.0)["metrics"] == ["accuracy"]
+    assert compare_jobs([job("a", {})], {"a": private}, 0.0)["metrics"] == ["accuracy"]
     both = {"a": private, "b": series([1.0, None], {})}
-    assert compared([job("a", {}), job("b", {})], both, 0.0)["metrics"] == ["accuracy", BATCH_LOSS]
+    assert compare_jobs([job("a", {}), job("b", {})], both, 0.0)["metrics"] == ["accuracy", BATCH_LOSS]
 
 
 def test_a_comparison_says_why_a_job_failed(
@@ -798,6 +798,6 @@ def test_what_a_loop_logs_is_compared() -> None:
     found = series([4.0, 2.0, 3.0], {})
     for number, bucket in enumerate(found["series"]):
         bucket["numbers"] = {"skill": float(number)}
-    shown = compared([one], {"A": found}, 0.0)
+    shown = compare_jobs([one], {"A": found}, 0.0)
     assert shown["metrics"] == ["skill", "loss"]
     assert ends(shown["rows"][0]) == {"skill": (2.0, None), "loss": (3.0, 2.0)}

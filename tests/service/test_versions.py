@@ -23,7 +23,7 @@ from rayps.ps.manager.manager import ManagerActor
 from rayps.runtime.driver import driver_actor
 from rayps.runtime.driver.driver_actor import DriverActor
 from rayps.service import groups as groups_module
-from rayps.service.drivers import version_conflict
+from rayps.service.drivers import explain_version_conflict
 from rayps.service.local_ray import ray_process
 from rayps.service.local_ray.ray_process import ClusterProcess
 from rayps.service.plan import EndJob, Kill, OpenJob, RequestStop, plan
@@ -87,7 +87,7 @@ def test_a_change_of_the_methods_is_another_protocol() -> None:
     ],
 )
 def test_whose_methods_are_known(begun: dict[str, Any], launched: dict[str, Any], called: bool) -> None:
-    why = version_conflict(2, begun, launched)
+    why = explain_version_conflict(2, begun, launched)
     assert (why is None) is called
     assert why is None or (f"this service has protocol {PROTOCOL}" in why and "another version of rayps" in why)
 
@@ -225,7 +225,7 @@ def test_a_manager_of_another_version_is_left_alone_until_its_group_is_stopped(
     (tmp_path / "service.lock").touch()
     wanted = {"name": "old", "servers": 2, "replicas": 1, "created_at": 1.0, "launched": True, "protocol": OTHER}
     (folder / "wanted.json").write_text(json.dumps(wanted))
-    name = groups_module.manager_name("old")
+    name = groups_module.name_manager("old")
     place.threads.spawn("test_versions:Uncalled", "old", 2, 1, str(folder), name=name, detached=True)
     site = Site(tmp_path, place=place)
     try:

@@ -17,12 +17,12 @@ from test_scheduler import FakeCluster, FakePlace
 from rayps.core.job.job_status import Status
 from rayps.core.strategy.elastic import ElasticWorkers
 from rayps.service import store as store_module
-from rayps.service.elastic_jobs import elastic_job, job_needs
+from rayps.service.elastic_jobs import describe_elastic_job, find_job_needs
 from rayps.service.elastic_plan import WaitingJob, allot
-from rayps.service.plan import Action, Dependencies, EndJob, OpenJob, SetReason, Start, cores_for, needs, plan
+from rayps.service.plan import Action, Dependencies, EndJob, OpenJob, SetReason, Start, find_cores, needs, plan
 from rayps.service.scheduler import Scheduler
 from rayps.service.store import JobRecord, Store
-from rayps.service.waiting import GroupReasons, JobQueue, QueuedJob, room_for_new_jobs, with_cores
+from rayps.service.waiting import GroupReasons, JobQueue, QueuedJob, find_room_for_new_jobs, with_cores
 from rayps.strategies.job import JobSpec
 
 S = Status
@@ -103,7 +103,7 @@ class World:
         )
 
     def fast(self, jobs: JobQueue) -> list[Action]:
-        room = None if self.total is None else room_for_new_jobs(self.running.values(), self.free, self.total)
+        room = None if self.total is None else find_room_for_new_jobs(self.running.values(), self.free, self.total)
         groups = GroupReasons(lambda name: self.wait_reason[name], lambda name: self.ended[name])
         return [*jobs.stopped(), *jobs.decide(room, self.total, groups, WHY)]
 
@@ -147,7 +147,7 @@ def test_jobs_run_side_by_side_while_they_fit_into_the_cores_and_a_larger_one_ru
         while len(left) or running:
             taken = [OpenJob(i, status=S.STARTING, needs=with_cores({"cpu": c}, cores)) for i, c in running.items()]
             total = {"cpu": 5.0, "gpu": 0.0, "core": float(cores)}
-            starts = left.decide(room_for_new_jobs(taken, total, total), total, GroupReasons(), WHY)
+            starts = left.decide(find_room_for_new_jobs(taken, total, total), total, GroupReasons(), WHY)
             for start in starts:
                 left.drop(start.job)
                 running[start.job] = float(sizes[int(start.job)])
@@ -167,18 +167,18 @@ def test_an_elastic_job_grows_into_the_cores_and_gives_them_up_for_a_job_that_wa
         "A", "a", S.RUNNING, None, JobSpec("w:W", workers=1, elastic=ElasticWorkers(4)), 1, 0, False, None, 0.0, 0.0,
         0.0, None, None, None,
     )  # fmt: skip
-    job = elastic_job(record, None, 1e9, reachable=True, cores=2)
+    job = describe_elastic_job(record, None, 1e9, reachable=True, cores=2)
     assert job is not None
     assert [change.workers for change in allot([job], {"cpu": 15.0, "gpu": 0.0, "core": 1.0}).changes] == [2]
     grown = replace(job, members=2, allowed=2)
-    assert job_needs(record, grown, 2)[0] == {"cpu": 2.0, "gpu": 0.0, "core": 2.0}
+    assert find_job_needs(record, grown, 2)[0] == {"cpu": 2.0, "gpu": 0.0, "core": 2.0}
     waiting = WaitingJob("B", "b", with_cores({"cpu": 1.0}, 2))
     found = allot([grown], {"cpu": 14.0, "gpu": 0.0, "core": 0.0}, waiting)
     assert [change.workers for change in found.changes] == [1] and found.givers == ("a",)
 
 
 def test_without_a_number_of_cores_jobs_reserve_what_ray_has() -> None:
-    assert with_cores({"cpu": 4.0}, cores_for(JobSpec("w:W", branch="A"), 2)) == {"cpu": 4.0}
+    assert with_cores({"cpu": 4.0}, find_cores(JobSpec("w:W", branch="A"), 2)) == {"cpu": 4.0}
     assert with_cores({"cpu": 4.0, "gpu": 1.0}, None) == {"cpu": 4.0, "gpu": 1.0}
     assert with_cores({"gpu": 1.0}, 2) == {"gpu": 1.0, "core": 0.0}
 
@@ -222,7 +222,7 @@ class Counts:
     def __init__(self, store: Store, scheduler: Scheduler) -> None:
         self._engines = [store._writer.sync_engine, store._reader.sync_engine]
         self._waiting = scheduler._open_jobs.queue
-        self._parse = store_module._record
+        self._parse = store_module._read_record
         self.zero()
 
     def zero(self) -> None:
@@ -238,13 +238,13 @@ class Counts:
             self.rows += 1
             return self._parse(row)
 
-        store_module._record = record
+        store_module._read_record = record
         for engine in self._engines:
             sa.event.listen(engine, "before_cursor_execute", self._statement)
         return self
 
     def __exit__(self, *_: object) -> None:
-        store_module._record = self._parse
+        store_module._read_record = self._parse
         for engine in self._engines:
             sa.event.remove(engine, "before_cursor_execute", self._statement)
 

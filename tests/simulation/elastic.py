@@ -14,7 +14,7 @@ from rayps_client.errors import Conflict, NotFound
 
 from rayps.cluster.notices import LINGER_SECONDS, Notice, StoredNotice
 from rayps.core.job.job_status import Status
-from rayps.core.rows.row_shares import dealt
+from rayps.core.rows.row_shares import deal_places
 from rayps.core.strategy.elastic import ElasticWorkers
 from rayps.strategies.job import JobSpec
 from simulation import service
@@ -55,7 +55,7 @@ class RowLedger:
                 call(job, plan.size)
         shares = plan.elastic.rows
         epoch, taken = shares.after(at, ROWS)
-        own = [taken + place for place in dealt(shares.shares, plan.rank) if taken + place < ROWS]
+        own = [taken + place for place in deal_places(shares.shares, plan.rank) if taken + place < ROWS]
         rounds.setdefault(at, {})[plan.rank] = epoch, own
 
     def check(self, job: str, epochs: int) -> int:

@@ -65,9 +65,9 @@ def _stale_is_served() -> list[tuple[Any, str, Any]]:
 
 def _any_copy_is_in_sync() -> list[tuple[Any, str, Any]]:
     def in_sync(self: Any, segment: Any) -> tuple[str, ...]:
-        return tuple(copy for copy in segment.copies if not self._gone(copy))
+        return tuple(copy for copy in segment.copies if not self._is_gone(copy))
 
-    return [(assign_segments._SegmentDecisions, "_in_sync", in_sync)]
+    return [(assign_segments._SegmentDecisions, "_list_in_sync", in_sync)]
 
 
 def _orders_before_the_record() -> list[tuple[Any, str, Any]]:
@@ -188,7 +188,7 @@ PLANTED |= {
     "cooldown": Planted(
         "elastic",
         "a job may grow within its cooldown",
-        lambda: [(scheduler, "elastic_job", _settled(elastic_jobs.elastic_job))],
+        lambda: [(scheduler, "describe_elastic_job", _settled(elastic_jobs.describe_elastic_job))],
     ),
     "placement": Planted(
         "elastic",
@@ -198,7 +198,7 @@ PLANTED |= {
     "notice": Planted(
         "elastic",
         "a service that starts does not read the notices that it has acknowledged",
-        lambda: [(notice_store.NoticeStore, "_rows", _not_read)],
+        lambda: [(notice_store.NoticeStore, "_read_rows", _not_read)],
     ),
     "leavers": Planted(
         "elastic",

@@ -35,7 +35,7 @@ from rayps.service.state_disk import is_full
 from rayps.strategies.all_reduce import AllReduce
 from rayps.strategies.job import JobSpec
 from rayps.tensors.checkpoints import checkpoint
-from rayps.tensors.checkpoints.checkpoint_manifest import unwritten
+from rayps.tensors.checkpoints.checkpoint_manifest import explain_unwritten
 from simulation import asyncio_loop
 from simulation.cluster import TARGETS, SimCluster, World
 from simulation.disk import Disk, SimPath, rmtree
@@ -138,7 +138,7 @@ class SimCheckpoints:
             sim.saved[str(final)] = copy.deepcopy(state)
             part.rename(final)
         except OSError as error:
-            raise unwritten(error, str(final)) from error
+            raise explain_unwritten(error, str(final)) from error
         for old in sorted(_rounds(folder))[:-keep]:
             (folder / f"step-{old}").unlink(missing_ok=True)
         sim.log("checkpoint", f"job {job}: round {step}")

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from rayps.runtime.size.decide_size import SizeDecision, SizeFacts, decide_size, gain_of, new_ranks
+from rayps.runtime.size.decide_size import SizeDecision, SizeFacts, assign_ranks, decide_size, gain_of
 
 FACTS = SizeFacts(size=4, least=2, most=8, allowed=8)
 
@@ -98,15 +98,15 @@ def test_what_holds_for_all_facts() -> None:
 
 
 def test_new_ranks() -> None:
-    assert new_ranks(2, (), 2) == [0, 1, None, None]
-    assert new_ranks(4, (2, 3), 0) == [0, 1]
-    assert new_ranks(4, (1,), 0) == [0, 3, 2]
-    assert new_ranks(4, (1,), 1) == [0, None, 2, 3]
-    assert new_ranks(4, (0, 1), 1) == [None, 3, 2] or new_ranks(4, (0, 1), 1) == [3, None, 2]
+    assert assign_ranks(2, (), 2) == [0, 1, None, None]
+    assert assign_ranks(4, (2, 3), 0) == [0, 1]
+    assert assign_ranks(4, (1,), 0) == [0, 3, 2]
+    assert assign_ranks(4, (1,), 1) == [0, None, 2, 3]
+    assert assign_ranks(4, (0, 1), 1) == [None, 3, 2] or assign_ranks(4, (0, 1), 1) == [3, None, 2]
     for size in range(1, 6):
         for leaving in itertools.chain.from_iterable(itertools.combinations(range(size), n) for n in range(size)):
             for joiners in range(3):
-                found = new_ranks(size, leaving, joiners)
+                found = assign_ranks(size, leaving, joiners)
                 staying = set(range(size)) - set(leaving)
                 assert sorted(rank for rank in found if rank is not None) == sorted(staying)
                 assert found.count(None) == joiners

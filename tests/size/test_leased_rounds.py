@@ -16,7 +16,7 @@ from leased_work import HOOKS, LOG, Counted, Job, rounds_of
 from rayps_client.errors import ConfigError
 
 from rayps.core.job.job_status import Status
-from rayps.core.metrics import history
+from rayps.core.metrics import make_history
 from rayps.core.strategy.elastic import ElasticWorkers
 from rayps.core.strategy.elastic_support import check_phases, takes_leases
 from rayps.strategies.catalogue import CATALOGUE, parse
@@ -100,7 +100,7 @@ def check_rounds(job, tag, blocks, least):
     outcome, end = job.end(), -(-blocks // least)
     assert outcome.status is Status.SUCCEEDED, (outcome, job.journal.events)
     points = [point for point in job.journal.points if point["kind"] == "round"]
-    rounds = history(points).column("round").to_pylist()
+    rounds = make_history(points).column("round").to_pylist()
     assert rounds == list(range(end))
     if not any(event["kind"] in ("restarted", "replaced") for event in job.journal.events):
         assert [point["round"] for point in points] == rounds  # in this order, and none of them twice

@@ -47,7 +47,7 @@ def tag(request):
 def decide(monkeypatch, *decisions):
     """Let the shares be `decisions`, one after each window; None changes nothing."""
     waiting = list(decisions)
-    monkeypatch.setattr(share_balancer, "balanced_shares", lambda shares, seconds: waiting.pop(0) if waiting else None)
+    monkeypatch.setattr(share_balancer, "balance_shares", lambda shares, seconds: waiting.pop(0) if waiting else None)
 
 
 def learned(tag, n, width=5):

@@ -11,8 +11,8 @@ from torch import nn
 import rayps
 from rayps import ADMM
 from rayps.core.rows.draw_participants import takes_part
-from rayps.core.strategy.proximal import canonical, prox, shrink, soft_threshold
-from rayps.core.strategy.text import written
+from rayps.core.strategy.proximal import prox, shrink, soft_threshold, write_canonical
+from rayps.core.strategy.text import write_strategy
 from rayps.strategies.catalogue import parse, wire
 
 F64 = torch.float64
@@ -569,7 +569,7 @@ def test_bad_options(given):
 
 def test_a_regularizer_has_one_text():
     forms = ["l1(0.1)", "l1(weight=0.1)", " l1 ( 0.1 ) ".replace(" ", ""), {"name": "l1", "weight": 0.1}]
-    assert {canonical(given) for given in forms} == {"l1(weight=0.1)"} and canonical(None) is None
+    assert {write_canonical(given) for given in forms} == {"l1(weight=0.1)"} and write_canonical(None) is None
     strategy = ADMM(regularizer="l2(3)", eps_abs=1e-6, balance=False)
     assert parse(wire(parse(strategy)))[0].strategy == strategy
-    assert parse(written(wire(parse(strategy))))[0].strategy == strategy
+    assert parse(write_strategy(wire(parse(strategy))))[0].strategy == strategy

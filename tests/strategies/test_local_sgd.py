@@ -8,8 +8,8 @@ from small_work import Small, distance, plain, train, vector
 from torch import nn
 
 from rayps.comm.compress import BlockQuantized, ErrorFeedback
-from rayps.core.partition import slices
-from rayps.core.strategy.costs import costs
+from rayps.core.partition import cut_slices
+from rayps.core.strategy.costs import estimate_costs
 from rayps.core.strategy.traffic import Sizes
 from rayps.strategies.all_reduce import AllReduce
 from rayps.strategies.catalogue import parse, wire
@@ -153,10 +153,10 @@ def test_bytes_are_those_of_the_meetings(period, momentum, vectors):
 def test_what_it_costs_by_formula(strategy, vectors):
     """Of all_reduce's 2(N-1)V a step, 1/H; Adam has two numbers for each parameter."""
     sizes = Sizes(1_000_000, states=2.0)
-    found = costs(strategy, 4, sizes)
-    assert found.bytes == costs(AllReduce(), 4, sizes).bytes * vectors / 8 == 2 * 3 * 4_000_000 * vectors / 8
-    assert "8 steps" in found.traffic[0].what and costs(strategy, 1, sizes).bytes == 0
-    assert costs(ParallelSGD(3), 4, sizes).bytes is None
+    found = estimate_costs(strategy, 4, sizes)
+    assert found.bytes == estimate_costs(AllReduce(), 4, sizes).bytes * vectors / 8 == 2 * 3 * 4_000_000 * vectors / 8
+    assert "8 steps" in found.traffic[0].what and estimate_costs(strategy, 1, sizes).bytes == 0
+    assert estimate_costs(ParallelSGD(3), 4, sizes).bytes is None
 
 
 def test_the_formula_is_what_is_measured():
@@ -164,7 +164,7 @@ def test_the_formula_is_what_is_measured():
     work.model = lambda: nn.Sequential(nn.Linear(5, 6000), nn.Tanh(), nn.Linear(6000, 1)).double()  # not a small one
     result = train(work, LocalSGD(period=4), workers=2, epochs=2)
     event = next(event for event in result.events if event["kind"] == "costs")
-    wanted = costs(LocalSGD(period=4), 2, Sizes(42001, 8)).bytes
+    wanted = estimate_costs(LocalSGD(period=4), 2, Sizes(42001, 8)).bytes
     assert event["formula"]["bytes"] == wanted
     assert sum(result.history.column("bytes").to_pylist()) / 16 == pytest.approx(wanted, rel=1e-4)  # and the samples
 
@@ -205,7 +205,7 @@ def test_compressed_meetings_carry_error_feedback():
     result = train(work, LocalSGD(period=period, compression="int8"), workers=2, epochs=2)
     loop, codec = Loop(work, 2, 2), BlockQuantized()
     x = vector(loop.models[0])
-    cuts = slices(len(x), 2)
+    cuts = cut_slices(len(x), 2)
     sent = [ErrorFeedback(codec, len(x), x.dtype) for _ in range(2)]
     folded = [ErrorFeedback(codec, cut.stop - cut.start, x.dtype) for cut in cuts]
 

@@ -17,8 +17,8 @@ from small_work import Small, distance, kinds, train
 from rayps.cli import main as cli
 from rayps.cluster.local import LocalCluster
 from rayps.core.job.job_status import Status
-from rayps.core.strategy.costs import costs
-from rayps.core.strategy.text import written
+from rayps.core.strategy.costs import estimate_costs
+from rayps.core.strategy.text import write_strategy
 from rayps.core.strategy.traffic import Sizes
 from rayps.runtime.driver.driver import Driver
 from rayps.runtime.driver.workload_job import WorkloadJob
@@ -144,8 +144,8 @@ def test_a_job_is_resumed_by_what_was_stored(folder, tmp_path):
 def test_the_three_forms(folder, text, as_wire):
     phases = parse(text, folder)
     assert wire(phases) == as_wire
-    assert repr(parse(as_wire, folder)) == repr(parse(written(as_wire), folder)) == repr(phases)
-    assert wire(parse(written(as_wire), folder)) == as_wire
+    assert repr(parse(as_wire, folder)) == repr(parse(write_strategy(as_wire), folder)) == repr(phases)
+    assert wire(parse(write_strategy(as_wire), folder)) == as_wire
     assert parse(f"2*{text} > all_reduce", folder)[0].epochs == 2
     assert own_names(f"2*{text} > all_reduce") == own_names(as_wire) == [as_wire["name"]]
 
@@ -299,5 +299,5 @@ def test_what_a_class_sends_in_a_loop_of_its_own_is_not_taken_for_gradients(fold
     given = Sizes(parameters=1000)
     for name, known in [("all_reduce", True), ("local_sgd:period=4", True), ("easgd.py:EASGD", False)]:
         strategy = parse(name, folder)[0].strategy
-        assert (costs(strategy, 4, given).bytes is not None) is known, name
-        assert costs(strategy, 1, given).bytes == 0
+        assert (estimate_costs(strategy, 4, given).bytes is not None) is known, name
+        assert estimate_costs(strategy, 1, given).bytes == 0

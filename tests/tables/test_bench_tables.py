@@ -12,7 +12,7 @@ from benchmarks.__main__ import app
 from benchmarks.tables import hot_table
 from benchmarks.tables.calls import RayRows, _cut, bench_calls
 from benchmarks.tables.hot_table import bench_hot
-from benchmarks.tables.tables import Dense, bench_files, bench_tables, filled, skew
+from benchmarks.tables.tables import Dense, bench_files, bench_tables, fill_segments, measure_skew
 from rayps.cluster.local import LocalCluster
 from rayps.ps.manager.assign_segments import Balance
 from rayps.ps.protocol.space import SparseTable
@@ -33,10 +33,10 @@ def test_rows_are_measured_beside_torch():
 
 
 def test_a_table_is_filled_whole():
-    segments, seconds = filled(SparseTable("bench", 4, 3), 1000)
+    segments, seconds = fill_segments(SparseTable("bench", 4, 3), 1000)
     assert sorted(key for each in segments for key in each.store.export().ids.tolist()) == list(range(1000))
     assert seconds > 0
-    assert 1.0 <= skew(100_000, 50_000, 1.2, 4) < 4.0
+    assert 1.0 <= measure_skew(100_000, 50_000, 1.2, 4) < 4.0
 
 
 def test_files_are_measured(tmp_path):

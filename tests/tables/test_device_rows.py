@@ -22,7 +22,7 @@ def device(request):
 def on_device(device, monkeypatch):
     """Workers have their vectors and the rows of tables on the device."""
     if device.kind == "cpu":
-        monkeypatch.setattr(client, "row_transfer", lambda place, dtype: RowTransfer(device, dtype))
+        monkeypatch.setattr(client, "make_row_transfer", lambda place, dtype: RowTransfer(device, dtype))
         monkeypatch.setattr(server_steps, "transfer_device", lambda name: device)
 
     def run(work, strategy, workers, epochs=2):
@@ -87,7 +87,7 @@ def test_a_table_in_this_process(device, monkeypatch, kind):
     for there in (True, False):
         with monkeypatch.context() as patch:
             if there and device.kind == "cpu":
-                patch.setattr(client, "row_transfer", lambda place, dtype: RowTransfer(device, dtype))
+                patch.setattr(client, "make_row_transfer", lambda place, dtype: RowTransfer(device, dtype))
             place = device if there else made("cpu")
             torch.manual_seed(0)
             options = {"table": "t", "dtype": "float64", "optimizer": "adagrad:lr=0.1"}
@@ -114,7 +114,7 @@ def test_a_table_in_this_process(device, monkeypatch, kind):
 
 def test_a_gradient_that_is_not_finite_is_found(device, monkeypatch):
     if device.kind == "cpu":
-        monkeypatch.setattr(client, "row_transfer", lambda place, dtype: RowTransfer(device, dtype))
+        monkeypatch.setattr(client, "make_row_transfer", lambda place, dtype: RowTransfer(device, dtype))
     rows = rayps.Embedding(4, table="t")
     rows(ids_on(device, 5, 8)).sum().mul(float("inf")).backward()
     assert rows._bound_tables().gradient_fault() == ("t", 5)

@@ -8,7 +8,7 @@ from test_ps_group import SECONDS, rows_by_server
 
 from rayps.ps import group as elastic
 from rayps.ps.client.session import Session
-from rayps.ps.manager.assign_segments import Balance, skew
+from rayps.ps.manager.assign_segments import Balance, measure_skew
 from rayps.ps.protocol.space import Space, SparseTable
 from rayps.ps.tables.client import TableClient
 from rayps.strategies.parameter_server import ParameterServer
@@ -39,7 +39,7 @@ def test_a_hot_table_is_spread_over_the_servers(cluster):
                 pushed[id_] = pushed.get(id_, 0)
             loads = [server["operations_s"] for server in rows_by_server(group)]
             if sum(loads):
-                skews.append(skew(loads))
+                skews.append(measure_skew(loads))
         facts = group.facts()
         print(f"skew {np.mean(skews[:10]):.2f} -> {np.mean(skews[-10:]):.2f}, {facts['counts']['moves']} moves")
         assert facts["counts"]["moves"] > 0 and np.mean(skews[-10:]) < np.mean(skews[:10])

@@ -16,9 +16,9 @@ from rayps_client.errors import CheckpointError, ConfigError, DataError
 
 from rayps.ps.protocol.space import SparseTable
 from rayps.ps.tables import parquet, wire_format
-from rayps.ps.tables.delta import Served, delta, read_delta
+from rayps.ps.tables.delta import Served, encode_delta, read_delta
 from rayps.ps.tables.hash_index import ABSENT, FIRST, HashIndex
-from rayps.ps.tables.initial_rows import initial, quantile
+from rayps.ps.tables.initial_rows import draw_initial, quantile
 from rayps.ps.tables.lookup import lookup_of
 from rayps.ps.tables.pages import ROWS
 from rayps.ps.tables.table_segment import TableSegment, check_table
@@ -73,7 +73,9 @@ def test_pieces_come_back(half, n, read_only):
     assert asked.ids.tolist() == keys.tolist() and asked.half == half
     answer = wire_format.encode_rows(rows.numpy(), half)
     assert torch.equal(wire_format.decode_rows(bytes(answer), n, TABLE, half), push.rows)
-    assert all(wire_format.decode_push(each, TABLE).ids.tolist() == [] for each in (b"", wire_format.empty_push(TABLE)))
+    assert all(
+        wire_format.decode_push(each, TABLE).ids.tolist() == [] for each in (b"", wire_format.encode_empty_push(TABLE))
+    )
 
 
 def test_a_push_is_cut_by_segments_and_nothing_is_lost():
@@ -209,18 +211,20 @@ def test_the_index_is_a_dict(seed):
 
 def test_first_values_depend_on_nothing_but_seed_and_id():
     everyone = np.arange(10_000)
-    whole = initial(TABLE, everyone)
+    whole = draw_initial(TABLE, everyone)
     some = np.random.default_rng(0).permutation(everyone)
-    assert np.array_equal(initial(TABLE, some), whole[some])
-    assert not np.array_equal(initial(dataclasses.replace(TABLE, seed=1), everyone), whole)
-    assert np.array_equal(initial(dataclasses.replace(TABLE, name="b", segments=9), everyone), whole)
-    assert np.array_equal(initial(dataclasses.replace(TABLE, dim=3), everyone), whole[:, :3])
+    assert np.array_equal(draw_initial(TABLE, some), whole[some])
+    assert not np.array_equal(draw_initial(dataclasses.replace(TABLE, seed=1), everyone), whole)
+    assert np.array_equal(draw_initial(dataclasses.replace(TABLE, name="b", segments=9), everyone), whole)
+    assert np.array_equal(draw_initial(dataclasses.replace(TABLE, dim=3), everyone), whole[:, :3])
 
 
 def test_first_values_are_these_bits_on_every_machine():
     kinds = [{"name": "normal", "scale": 0.01}, {"name": "uniform", "scale": 0.05}, {"name": "constant", "value": 2}]
     said = [
-        hashlib.sha256(initial(dataclasses.replace(TABLE, init=kind, dim=5), np.arange(5000)).tobytes()).hexdigest()
+        hashlib.sha256(
+            draw_initial(dataclasses.replace(TABLE, init=kind, dim=5), np.arange(5000)).tobytes()
+        ).hexdigest()
         for kind in kinds
     ]
     assert [each[:12] for each in said] == BITS
@@ -231,14 +235,14 @@ BITS = ["ffdd400c7b13", "ccbf6b428669", "45b8359b1c1c"]
 
 def test_normal_and_uniform_are_what_they_say():
     table = dataclasses.replace(TABLE, dim=16, dtype="float64", init={"name": "normal", "scale": 2.0})
-    values = initial(table, np.arange(40_000)).reshape(-1) / 2
+    values = draw_initial(table, np.arange(40_000)).reshape(-1) / 2
     assert abs(values.mean()) < 0.005 and abs(values.std() - 1) < 0.005
     assert abs((values**4).mean() - 3) < 0.05 and abs((values < -1).mean() - 0.158655) < 0.002
     rows = values.reshape(-1, 16)
     assert np.abs(np.corrcoef(rows.T) - np.eye(16)).max() < 0.025 and abs((rows[1:] * rows[:-1]).mean()) < 0.005
     p = (np.arange(1 << 15) + 0.5) / (1 << 16)
     assert np.allclose(quantile(p), torch.special.ndtri(torch.from_numpy(p)).numpy(), atol=1e-8)
-    uniform = initial(dataclasses.replace(table, init={"name": "uniform", "scale": 3.0}), np.arange(40_000))
+    uniform = draw_initial(dataclasses.replace(table, init={"name": "uniform", "scale": 3.0}), np.arange(40_000))
     assert abs(uniform.mean()) < 0.01 and abs(uniform.std() - 3**0.5) < 0.01 and np.abs(uniform).max() < 3
 
 
@@ -248,7 +252,7 @@ def test_normal_and_uniform_are_what_they_say():
 def test_a_row_is_let_in_at_its_third_use_and_duplicates_are_uses():
     table = dataclasses.replace(TABLE, policy={"admit": 3})
     segment = one(table)
-    first = initial(table, ids(5))
+    first = draw_initial(table, ids(5))
     say(segment, 0, {5: 1, 6: 3})
     say(segment, 1, {5: 1})
     assert stored(segment) == [6] and segment.life.candidates == 1
@@ -286,7 +290,7 @@ def test_the_least_used_row_goes_by_raw_counts():
     say(segment, 3, {3: 4})
     assert stored(segment) == [1, 3] and segment.life.evicted == 1
     assert [(version, gone.tolist()) for version, gone in segment.life.log] == [(4, [2])]
-    assert np.array_equal(rows_of(segment, ids(2)), initial(segment.table, ids(2)))  # it begins anew
+    assert np.array_equal(rows_of(segment, ids(2)), draw_initial(segment.table, ids(2)))  # it begins anew
 
 
 def test_the_row_used_longest_ago_goes():
@@ -538,18 +542,18 @@ def test_a_serving_system_follows_by_deltas():
     for step in range(200):
         say(segment, step, {int(k): 1 for k in chance.integers(0, 80, 6)})
         if step % 7 == 0:
-            served.apply(delta(segment, served.versions.get(0, 0)))
+            served.apply(encode_delta(segment, served.versions.get(0, 0)))
             columns = segment.store.export()
             assert sorted(served.rows[0]) == columns.ids.tolist()
             for key, row in zip(columns.ids.tolist(), columns.rows, strict=True):
                 assert np.array_equal(served.rows[0][key], row)
-    small = read_delta(delta(segment, segment.version - 1))
+    small = read_delta(encode_delta(segment, segment.version - 1))
     assert len(small.ids) <= 6 and not small.whole
-    assert len(read_delta(delta(segment, segment.version)).ids) == 0
+    assert len(read_delta(encode_delta(segment, segment.version)).ids) == 0
     segment.life.log.clear()
     segment.life.known_from = segment.version - 1  # what was evicted before is forgotten
-    assert read_delta(delta(segment, segment.version - 5)).whole
+    assert read_delta(encode_delta(segment, segment.version - 5)).whole
     with pytest.raises(DataError, match="request a delta since version"):
-        Served().apply(delta(segment, segment.version))
+        Served().apply(encode_delta(segment, segment.version))
     with pytest.raises(DataError, match=r"cannot (read|decode)"):
         read_delta(b"nonsense")

@@ -6,9 +6,9 @@ import torch
 
 from rayps.core.strategy.staleness_bound import MovedBound
 from rayps.ps.protocol.space import SparseTable
-from rayps.ps.tables.initial_rows import initial
+from rayps.ps.tables.initial_rows import draw_initial
 from rayps.ps.tables.table_segment import TableSegment
-from rayps.ps.tables.wire_format import bucket, decode_rows, empty_push, encode_pull, encode_push
+from rayps.ps.tables.wire_format import bucket, decode_rows, encode_empty_push, encode_pull, encode_push
 from rayps.strategies.parameter_server import ParameterServer
 
 OPTIMIZERS = {
@@ -33,7 +33,7 @@ class Twin:
 
     def row(self, key):
         if key not in self.rows:
-            value = torch.nn.Parameter(torch.from_numpy(initial(self.table, np.array([key]))))
+            value = torch.nn.Parameter(torch.from_numpy(draw_initial(self.table, np.array([key]))))
             self.rows[key] = value, self.make([value])
             self.counts[key] = 0
         return self.rows[key]
@@ -42,7 +42,7 @@ class Twin:
         return (
             self.rows[key][0].detach()[0]
             if key in self.rows
-            else torch.from_numpy(initial(self.table, np.array([key])))[0]
+            else torch.from_numpy(draw_initial(self.table, np.array([key])))[0]
         )
 
     def step(self, key, grad, count, decays=1.0):
@@ -144,7 +144,7 @@ def test_a_segment_is_its_twin_and_so_is_its_copy(optimizer, staleness, seed):
     assert branch.marks() == dict.fromkeys(range(workers), 0)
     branch.push(0, 0, 1.0, encode_push(np.array([3]), torch.ones(1, 5)))
     for rank in (1, 2):
-        branch.push(rank, 0, 1.0, empty_push(table))
+        branch.push(rank, 0, 1.0, encode_empty_push(table))
     assert segment.dump() == before
     assert not torch.equal(decode_rows(branch.read(encode_pull(np.array([3]))), 1, table)[0], twin.value(3))
 

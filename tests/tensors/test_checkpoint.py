@@ -15,7 +15,7 @@ from rayps_client.errors import CheckpointError
 from rayps.core import failpoint
 from rayps.tensors.checkpoints import checkpoint
 from rayps.tensors.checkpoints.checkpoint import SavedState
-from rayps.tensors.checkpoints.checkpoint_manifest import manifest_hash
+from rayps.tensors.checkpoints.checkpoint_manifest import hash_manifest
 
 
 def a_state(value: float = 1.0) -> SavedState:
@@ -161,7 +161,7 @@ def sealed(path: Path, **changes: object) -> None:
     body = json.loads((path / "manifest.json").read_text())
     body.update(changes)
     body.pop("sha256")
-    (path / "manifest.json").write_text(json.dumps({**body, "sha256": manifest_hash(body)}))
+    (path / "manifest.json").write_text(json.dumps({**body, "sha256": hash_manifest(body)}))
 
 
 def test_foreign_and_newer_and_crafted_manifests(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ from rayps.tensors.checkpoints.checkpoint import SavedState
 from rayps.tensors.checkpoints.checkpoint_parts import (
     PartFacts,
     PieceReader,
-    new_token,
+    make_token,
     part_name,
     read_pieces,
     seal,
@@ -103,7 +103,7 @@ def the_state(layout: Layout, kind: str) -> SavedState:
 
 def write(place: Path | str, layout: Layout, kind: str, cuts: list[int], step: int = 3, keep: int = 2) -> Path | str:
     """Write the same state by as many writers as there are ranges between the cuts."""
-    token, parts, held = new_token(), [], []
+    token, parts, held = make_token(), [], []
     bounds = list(zip([0, *cuts], [*cuts, layout.size], strict=True))
     state = the_state(layout, kind)
     for number, (lo, hi) in enumerate(bounds):
@@ -121,7 +121,7 @@ def write(place: Path | str, layout: Layout, kind: str, cuts: list[int], step: i
         facts = write_part(place, step, token, name, part.tensors, offsets=part.offsets)
         parts.append(PartFacts.from_json(json.loads(json.dumps(facts.to_json()))))
         held.append(part.offsets)
-    whole = state_pieces.whole_shapes(layout, [key for offsets in held for key in offsets])
+    whole = state_pieces.find_whole_shapes(layout, [key for offsets in held for key in offsets])
     return seal(place, step, token, parts, meta=state.meta, whole=whole, keep=keep)
 
 
@@ -161,11 +161,11 @@ def test_parts_are_the_unsharded_checkpoint_under_any_cut(
         for place in (path, plain):
             reader = PieceReader(place)
             for lo, hi in zip([0, *bounds], [*bounds, layout.size], strict=True):
-                found = reader.read(state_pieces.wanted(layout, [(lo, hi)], reader.contents))
+                found = reader.read(state_pieces.list_wanted(layout, [(lo, hi)], reader.contents))
                 vector = torch.zeros(layout.size, dtype=layout.dtype)
                 state_pieces.fill(layout, found, vector, [(lo, hi)])
                 params = vector[lo:hi]
-                moments = state_pieces.moments_in(found, reader.meta["optimizer_numbers"])
+                moments = state_pieces.join_moments(found, reader.meta["optimizer_numbers"])
                 assert torch.equal(params, again.params[lo:hi])
                 whole = optim.SlicedOptimizer(MADE[kind], layout, again.params[lo:hi].clone(), lo, hi)
                 whole.load(again.moments, layout)

@@ -24,10 +24,10 @@ from rayps.tensors.checkpoints import checkpoint, checkpoint_place
 from rayps.tensors.checkpoints.checkpoint import SavedState
 from rayps.tensors.checkpoints.checkpoint_parts import (
     PartFacts,
-    contents,
     discard,
-    new_token,
+    make_token,
     part_name,
+    read_contents,
     read_pieces,
     seal,
     verify_share,
@@ -73,7 +73,7 @@ def a_part(place: Location | CheckpointPlace, token: str, number: int, step: int
 
 
 def parts(place: Location | CheckpointPlace, step: int = 1, keep: int = 2) -> Location:
-    token = new_token()
+    token = make_token()
     written = [a_part(place, token, number, step) for number in range(2)]
     meta = {"parameters": [], "step": step}
     return seal(place, step, token, written, meta=meta, whole={"model/w": [ALL]}, keep=keep)
@@ -100,7 +100,10 @@ def test_parts_in_a_place_are_read_as_local_ones(kind: str, site: S3Site, tmp_pa
     path = parts(place)
     assert path == f"{place}/step-00000001" and checkpoint.newest(place) == path
     check(path)
-    assert checkpoint.meta_of(path)["step"] == 1 and contents(path)["model/w"] == {"shape": [ALL], "dtype": "float32"}
+    assert checkpoint.meta_of(path)["step"] == 1 and read_contents(path)["model/w"] == {
+        "shape": [ALL],
+        "dtype": "float32",
+    }
     whole = torch.arange(ALL, dtype=torch.float32)
     for lo, hi in ((0, 3), (N - 5, N + 5), (7, ALL - 1), (N, N)):
         assert torch.equal(read_pieces(path, {"model/w": (lo, hi)})["model/w"], whole[lo:hi])
@@ -151,7 +154,7 @@ def test_a_whole_state_in_a_place(kind: str, site: S3Site, tmp_path: Path) -> No
 
 def test_a_newer_attempt_of_a_step_replaces_the_earlier_and_its_files(site: S3Site) -> None:
     parts("s3://bucket/run")
-    token = new_token()
+    token = make_token()
     a_part("s3://bucket/run", token, 1)  # an attempt that ends here
     assert len(objects()) == 4
     check("s3://bucket/run/step-00000001")  # the dead attempt has changed nothing
@@ -199,7 +202,7 @@ def test_a_connection_that_is_cut_once_is_survived(site: S3Site) -> None:
 
 
 def test_a_write_that_is_cut_in_the_middle_of_a_part_fails_and_leaves_nothing(site: S3Site) -> None:
-    place, token = "s3://bucket/run", new_token()
+    place, token = "s3://bucket/run", make_token()
     older = parts(place)
     before = objects()
     site.proxy.cut_up = BLOCK // 2
@@ -237,7 +240,7 @@ def test_a_stalled_connection_meets_the_deadline(site: S3Site) -> None:
     older = parts(place)
     site.proxy.stall_up = BLOCK // 2
     with pytest.raises(PlaceError, match=r"did not answer for 3 s: cannot write part-00001") as caught:
-        a_part(place, new_token(), 0, step=2)
+        a_part(place, make_token(), 0, step=2)
     assert caught.value.data["seconds"] == 3 and site.proxy.reached.is_set()
     site.proxy.pass_on()
     assert checkpoint.newest("s3://bucket/run") == older

@@ -23,7 +23,7 @@ from rayps.core.strategy.topology import SharedVector
 from rayps.strategies.catalogue import CATALOGUE
 from rayps.strategies.federated import Federated
 from rayps.tensors.checkpoints import checkpoint
-from rayps.tensors.checkpoints.checkpoint_manifest import manifest_hash
+from rayps.tensors.checkpoints.checkpoint_manifest import hash_manifest
 from rayps.tensors.finite import is_finite
 
 EXACT = 1e-12
@@ -305,7 +305,7 @@ def reseal(path, flag=False):
                 "size": (path / name).stat().st_size,
                 "sha256": hashlib.sha256((path / name).read_bytes()).hexdigest(),
             }
-    text = json.dumps({**manifest, "sha256": manifest_hash(manifest)})
+    text = json.dumps({**manifest, "sha256": hash_manifest(manifest)})
     (path / checkpoint.MANIFEST).write_text(text)
 
 

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from rayps_client.errors import WorkloadError
 from torch import nn
 
-from rayps.tensors.flat import FlatModel, Gradient, Layout, outside_vector
+from rayps.tensors.flat import FlatModel, Gradient, Layout, find_outside_vector
 
 
 def net():
@@ -77,7 +77,7 @@ def test_frozen_parameters_stand_beside_the_vector():
     model[0].weight.requires_grad_(False)
     flat = FlatModel(model)
     assert "0.weight" not in [e.name for e in flat.layout.entries]
-    assert set(outside_vector(model)) == {"0.weight", "1.running_mean", "1.running_var", "1.num_batches_tracked"}
+    assert set(find_outside_vector(model)) == {"0.weight", "1.running_mean", "1.running_var", "1.num_batches_tracked"}
 
 
 def test_tied_parameters_stand_once():

@@ -36,7 +36,7 @@ def whole(factory, steps, start=0, moments=None, params=None):
         for leaf, e in zip(leaves, LAYOUT.entries, strict=True):
             leaf.grad = grad[e.lo : e.hi].view(e.shape)
         optimizer.step()
-    return vector, optim.moments(optimizer, LAYOUT, leaves)
+    return vector, optim.copy_moments(optimizer, LAYOUT, leaves)
 
 
 def sliced(factory, cuts, steps, start=0, moments=None, params=None):
@@ -128,7 +128,7 @@ def test_a_loaded_state_is_on_the_devices_that_torch_loads_it_to(options):
         p.grad = torch.ones_like(p)
     before.step()
     layout = Layout.of(one.named_parameters())
-    optim.load(after, optim.moments(before, layout, list(one.parameters())), layout, list(other.parameters()))
+    optim.load(after, optim.copy_moments(before, layout, list(one.parameters())), layout, list(other.parameters()))
     state = before.state_dict()
     law.load_state_dict({"state": state["state"], "param_groups": law.state_dict()["param_groups"]})
     found, expected = ([{k: v.device for k, v in each.items()} for each in o.state.values()] for o in (after, law))
@@ -230,7 +230,9 @@ def test_the_swift_steps_are_torchs_own_bit_for_bit(name, dtype):
     halved = [[key, first, now] for key, first, now in found["a.bias"].pop(optim.EDITS) if key == "lr"]
     assert halved and all(now == first * 0.5 for _, first, now in halved)
     found = {name: {k: v for k, v in state.items() if k != optim.EDITS} for name, state in found.items()}
-    same({k: v for k, v in optim.moments(slow, layout, leaves).items() if v}, {k: v for k, v in found.items() if v})
+    same(
+        {k: v for k, v in optim.copy_moments(slow, layout, leaves).items() if v}, {k: v for k, v in found.items() if v}
+    )
 
 
 def test_neighbours_are_one_leaf_and_plain_sgd_calls_no_optimizer(monkeypatch):

@@ -9,8 +9,8 @@ from rayps.core.strategy.strategy import Phase
 from rayps.strategies.all_reduce import AllReduce
 from rayps.tensors import optim
 from rayps.tensors.checkpoints import checkpoint
-from rayps.tensors.flat import FlatModel, outside_vector
-from rayps.tensors.loss_scale import KEY, LossScale, skipped
+from rayps.tensors.flat import FlatModel, find_outside_vector
+from rayps.tensors.loss_scale import KEY, LossScale, count_skipped
 from rayps.tensors.snapshot import Snapshot
 
 
@@ -23,11 +23,11 @@ def made(steps=3, positions=(6, 6)):
     for _ in range(steps):
         model(torch.randn(5, 3)).square().sum().backward()
         optimizer.step()
-    buffers = {name: value.clone() for name, value in outside_vector(model).items()}
+    buffers = {name: value.clone() for name, value in find_outside_vector(model).items()}
     return model, Snapshot(
         flat.layout,
         flat.vector.clone(),
-        optim.moments(optimizer, flat.layout, flat.parameters),
+        optim.copy_moments(optimizer, flat.layout, flat.parameters),
         buffers,
         {0: torch.get_rng_state(), 1: torch.get_rng_state()},
         list(positions),
@@ -155,7 +155,7 @@ def test_what_servers_have_counted_is_used_without_servers_too(without):
             snapshot.enter_strategy("all_reduce", 2)
         case "rounds":
             snapshot.resume(run(2, 2))
-    assert snapshot.skipped == skipped(snapshot.shared) == 1
+    assert snapshot.skipped == count_skipped(snapshot.shared) == 1
     assert set(snapshot.ledger(0, 1).skipped.values()) == {1}
     assert snapshot.shared[KEY].tolist()[:2] == before[KEY].tolist()[:2]  # the scale itself does not change
-    assert skipped(before) == 4
+    assert count_skipped(before) == 4

@@ -6,7 +6,7 @@ import sys
 import torch
 from torch.optim import Optimizer
 
-from rayps.tensors.torch_compat import _METHODS, _marking_code
+from rayps.tensors.torch_compat import _METHODS, _find_marking_code
 
 SCRIPT = """
 import sys, torch
@@ -48,7 +48,7 @@ def test_the_compiler_is_spared_until_it_is_there():
 def test_torch_has_the_methods():
     """What is spared would be loaded again, unseen, if torch named or wrapped them in another way."""
     assert all(hasattr(vars(Optimizer)[name], "__wrapped__") for name in _METHODS)
-    assert _marking_code() is not None
+    assert _find_marking_code() is not None
     assert getattr(torch.optim.Adam.step, "__wrapped__", None) is not None
 
 

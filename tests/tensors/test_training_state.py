@@ -16,7 +16,7 @@ from small_work import Small, Watched, distance, kinds, train
 import rayps
 from rayps.cluster.local import LocalCluster
 from rayps.core.job.job_status import Status
-from rayps.core.metrics import Rounds, history
+from rayps.core.metrics import Rounds, make_history
 from rayps.core.rows.phase_rounds import Calendar
 from rayps.core.strategy.strategy import Phase
 from rayps.core.strategy.strategy_families import LOCAL_UPDATES
@@ -283,7 +283,7 @@ def test_what_is_said_stands_beside_what_is_known():
     assert merged[0]["primal"] == 0.25 and merged[0]["loss"] == 1.0
     other = {**merged[0], "round": 1}
     del other["primal"]
-    table = history([*merged, other])
+    table = make_history([*merged, other])
     assert table.column("primal").to_pylist() == [0.25, None]
 
 

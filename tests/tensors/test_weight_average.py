@@ -257,5 +257,5 @@ def test_parameters_may_be_on_another_device_than_the_average():
     """With the meta device for a GPU: evaluations take the servers' parameters, which are on the CPU."""
     state = {}
     weight_average.update(rayps.EMA(0.9), state, torch.ones(3, device="meta"), {}, 1)
-    vector, _ = weight_average.averaged(rayps.EMA(0.9), state, torch.ones(3), {}, 2)
+    vector, _ = weight_average.read_average(rayps.EMA(0.9), state, torch.ones(3), {}, 2)
     assert vector.is_meta

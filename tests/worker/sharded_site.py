@@ -12,7 +12,7 @@ from torch import nn
 import rayps
 from rayps.comm.link import Listener
 from rayps.core.rows.phase_rounds import Boundary
-from rayps.tensors.flat import Layout, outside_vector
+from rayps.tensors.flat import Layout, find_outside_vector
 from rayps.tensors.snapshot import Snapshot, StateSource
 from rayps.worker.connections import WorkerConnections
 from rayps.worker.loops.sharded_parameters import ShardedParameters
@@ -161,7 +161,7 @@ def whole_snapshot(workload, seed=0):
     model = workload.model()
     deferred(workload, seed).fill(model)
     named = [(n, p.detach()) for n, p in model.named_parameters() if p.requires_grad]
-    buffers = {n: v.clone() for n, v in outside_vector(model).items()}
+    buffers = {n: v.clone() for n, v in find_outside_vector(model).items()}
     return Snapshot(Layout.of(named), torch.cat([p.reshape(-1) for _, p in named]), buffers=buffers)
 
 

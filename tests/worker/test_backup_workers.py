@@ -33,7 +33,7 @@ from rayps.worker.core import Meter, RoundLog
 from rayps.worker.exchange.dropped import DropReports
 from rayps.worker.first_at_servers import FirstAtServers
 from rayps.worker.plan import EvaluationPlan, PeerAddresses, SnapshotPlan, WorkerPlan
-from rayps.worker.rows.make_stream import jumping_reader, make_stream
+from rayps.worker.rows.make_stream import make_jumping_reader, make_stream
 
 EXACT = 1e-12
 BOTH = [AllReduce(backup=1), ParameterServer(backup=1), ParameterServer(shards=3, backup=1)]
@@ -609,7 +609,7 @@ class Sequential(rayps.data.Data):
 def test_portions_are_the_batches_of_n_ranks_however_they_are_read(accumulate):
     data = rayps.data.tensors(torch.arange(50.0).reshape(50, 1), batch_size=3)
     ordered = Sequential(data)
-    readers = [jumping_reader(each, 7, accumulate) for each in (data, ordered)]
+    readers = [make_jumping_reader(each, 7, accumulate) for each in (data, ordered)]
     steps = -(-data.steps(3) // accumulate)
     for epoch in range(2):
         read = [list(data.batches(rank=r, size=3, seed=7, epoch=epoch)) for r in range(3)]

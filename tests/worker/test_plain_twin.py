@@ -21,7 +21,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import rayps
 from rayps.cluster.local import LocalCluster
-from rayps.core.rows.rank_seed import rank_seed
+from rayps.core.rows.rank_seed import derive_rank_seed
 from rayps.runtime.results.saved_model import export_checkpoint
 
 EPOCHS = 3
@@ -110,7 +110,7 @@ class Twin:
         self.averaged = None if average is None else AveragedModel(first, use_buffers=True, **kind)
         self.random, self.losses, self.evaluations = [], [], []
         for rank in range(ranks):
-            torch.manual_seed(rank_seed(seed, rank))
+            torch.manual_seed(derive_rank_seed(seed, rank))
             self.random.append(torch.get_rng_state())
 
     def train(self):

@@ -24,8 +24,8 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 import rayps
 from rayps import AllReduce
-from rayps.comm.ring.bucket_scatter import SentScatter, SharedScatter, bucket_scatter
-from rayps.comm.ring.bucketed_mean import ScatteredBuckets, SharedMemoryMean, scattered_pieces
+from rayps.comm.ring.bucket_scatter import SentScatter, SharedScatter, make_bucket_scatter
+from rayps.comm.ring.bucketed_mean import ScatteredBuckets, SharedMemoryMean, scatter_mean
 from rayps.comm.ring.owned_slices import OwnedSlices
 from rayps.runtime.records.state_folder import StateFolder, remove_abandoned
 from rayps.strategies.catalogue import parse
@@ -34,8 +34,8 @@ from rayps.tensors.checkpoints import checkpoint
 from rayps.tensors.checkpoints.checkpoint_parts import write_part
 from rayps.tensors.flat import FlatModel, Gradient, Layout
 from rayps.tensors.snapshot import Snapshot
-from rayps.tensors.state_pieces import entries_of, fill, moments_in, parameter_of, pieces_of
-from rayps.worker.exchange.buckets import cut, spans
+from rayps.tensors.state_pieces import entries_of, fill, join_moments, parameter_of, pieces_of
+from rayps.worker.exchange.buckets import cut, find_spans
 from rayps.worker.exchange.scattered_gradients import ScatteredGradients
 from rayps.worker.exchange.step_flags import StepFlags
 
@@ -532,7 +532,7 @@ BUCKETS = [0, 1e-6, 1e-4]
 
 def slices_of(ring, layout, mb):
     members = cut(layout, 1e6 * mb or float("inf"))
-    return OwnedSlices(ring, spans(layout, members)), members
+    return OwnedSlices(ring, find_spans(layout, members)), members
 
 
 @pytest.mark.parametrize("mb", BUCKETS)
@@ -571,8 +571,8 @@ def test_a_scattered_mean_has_the_bits_of_the_ring_where_a_rank_owns_it(rings, m
     def work(ring):
         slices, _ = slices_of(ring, layout, mb)
         vector = ring.buffer(layout.size, dtype)
-        means = scattered_pieces(ring, vector, slices, 4)
-        scatter = bucket_scatter(ring, slices, dtype, several=False)
+        means = scatter_mean(ring, vector, slices, 4)
+        scatter = make_bucket_scatter(ring, slices, dtype, several=False)
         kinds_of = type(means), type(scatter)
         for turn, samples in enumerate((3.0, 0.0 if ring.rank else 2.0, 1.0 + ring.rank)):
             given = torch.randn(layout.size, generator=torch.Generator().manual_seed(10 * turn + ring.rank)).to(dtype)
@@ -680,7 +680,7 @@ def test_any_cut_reads_the_pieces_of_any_other(tmp_path):
         for span, mine, pieces, names in made:
             again = sliced(kind, layout, whole.params.clone(), [span])
             mine_only = {key: t.clone() for key, t in common.items() if parameter_of(key) in names}
-            again.restore(moments_in(mine_only | pieces.tensors, pieces.numbers))
+            again.restore(join_moments(mine_only | pieces.tensors, pieces.numbers))
             mine.step_used(grad, ())
             again.step_used(torch.cat([grad[slice(*span)]]), ())
             assert torch.equal(mine.params, again.params)

@@ -230,11 +230,11 @@ def test_a_driver_killed_some_time_after_a_part_was_begun_leaves_whole_checkpoin
 # ------------------------------------------------------------------------- the driver's memory
 
 MEMORY = """
-from benchmarks.runs.sharded_script import own_peak
+from benchmarks.runs.sharded_script import read_own_peak
 cluster = ProcessCluster()
 train(Sized({width}), SHARD, cluster, workers=2, epochs=1, checkpoint=folder)
 cluster.close()
-print(own_peak())
+print(read_own_peak())
 """
 
 

@@ -16,7 +16,7 @@ from rayps_client.errors import StaleGeneration
 from rayps.cluster.local import until
 from rayps.core.grid import Grid
 from rayps.core.job.continuation import Source
-from rayps.recovery.backup_assignment import BackupAssignment, HeldRounds, backup_holders, plan_rebuild
+from rayps.recovery.backup_assignment import BackupAssignment, HeldRounds, choose_backup_holders, plan_rebuild
 from rayps.recovery.peer_replication import BackupConnection, PeerReplication, fetch_missing_part, fetch_state
 from rayps.recovery.state_slots import StateSlots, pack, parse, read_state
 from rayps.recovery.worker_backup import WorkerBackup
@@ -257,7 +257,7 @@ GRIDS = [Grid(1, 4), Grid(1, 1, 3), Grid(2, 2, 2), Grid(3, 2), Grid(4), Grid(1, 
 @pytest.mark.parametrize("hosts", ["a", "ab", "abc"])
 def test_a_holder_is_a_counterpart_or_a_neighbour_and_on_another_host_where_there_is_one(grid, hosts):
     where = [hosts[rank % len(hosts)] for rank in range(grid.size)]
-    for rank, holder in enumerate(backup_holders(grid, where)):
+    for rank, holder in enumerate(choose_backup_holders(grid, where)):
         circle = grid.along("data", rank) if grid.data > 1 else grid.replica(0)
         assert holder in circle
         assert holder != rank
@@ -266,7 +266,7 @@ def test_a_holder_is_a_counterpart_or_a_neighbour_and_on_another_host_where_ther
 
 
 def test_a_worker_alone_has_no_holder():
-    assert backup_holders(Grid(1), ["a"]) == [None]
+    assert choose_backup_holders(Grid(1), ["a"]) == [None]
 
 
 def test_everyone_goes_back_to_a_round_that_all_have():

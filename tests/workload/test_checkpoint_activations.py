@@ -15,7 +15,7 @@ from rayps import AllReduce, FedAvg, LocalSGD, ParameterServer
 from rayps.cli import main as cli
 from rayps.core.job.user_module import pack
 from rayps.runtime.checks.tried_batch import TrialRequest, try_batch
-from rayps.runtime.results.cost_report import expected
+from rayps.runtime.results.cost_report import predict_costs
 from rayps.workload.checkpoint_activations import checkpoint_activations
 from rayps.workload.model_blocks import chosen_blocks, named_briefly, repeated_blocks
 
@@ -151,9 +151,9 @@ def test_fewer_bytes_are_stored():
 
 
 def test_what_a_plan_counts():
-    whole = expected(Deep(False), AllReduce(), 2, activations=True).memory[0]["activations"]
-    again = expected(Deep(True), AllReduce(), 2, activations=True).memory[0]["activations"]
-    first = expected(Deep("first"), AllReduce(), 2, activations=True).memory[0]["activations"]
+    whole = predict_costs(Deep(False), AllReduce(), 2, activations=True).memory[0]["activations"]
+    again = predict_costs(Deep(True), AllReduce(), 2, activations=True).memory[0]["activations"]
+    first = predict_costs(Deep("first"), AllReduce(), 2, activations=True).memory[0]["activations"]
     assert again < 0.6 * whole and again < first
 
 

@@ -30,7 +30,7 @@ from rayps.service.code.code_store import ORIGIN_FILE
 from rayps.service.job_folders import JobRow
 from rayps.service.settings import private_write
 from rayps.service.store import JobRecord
-from rayps.service.strategy_check import CheckedStrategy, PhaseFacts, checked
+from rayps.service.strategy_check import CheckedStrategy, PhaseFacts, check_phases
 from rayps.strategies.catalogue import federations_in, own_names, parse
 from rayps.strategies.job import LOOP_TIMEOUT, JobSpec
 from rayps_api import folder
@@ -446,7 +446,7 @@ async def _spec(body: JobIn, codes: JobCodes) -> tuple[JobSpec, str, CheckedStra
         data["timeout"] = LOOP_TIMEOUT
     given = _finite_strategy(data["strategy"])
     own = own_names(given)
-    found = None if own else checked(parse(given))
+    found = None if own else check_phases(parse(given))
     if found is not None:
         data["strategy"] = found.strategy
     data["resources"] = {"cpu": 1.0} | data["resources"]

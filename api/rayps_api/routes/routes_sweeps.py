@@ -13,8 +13,8 @@ from rayps_client.errors import ConfigError, Conflict, NotFound
 from rayps_client.values import JsonObject
 
 from rayps.service.store import JobRecord
-from rayps.service.sweeps.comparison import MOST_JOBS, compared
-from rayps.service.sweeps.sweep import bare_fields, check_name, job_name, sweep_jobs
+from rayps.service.sweeps.comparison import MOST_JOBS, compare_jobs
+from rayps.service.sweeps.sweep import check_name, find_bare_fields, make_sweep_jobs, name_job
 from rayps.strategies.job import JobSpec
 from rayps_api.job_code import JobCodes
 from rayps_api.routes.routes_jobs import accepted, note_unchecked, refuse_budgets, refuse_params, write_rows
@@ -38,10 +38,10 @@ async def start_sweep(
     given = body.job.model_dump(exclude_unset=True)
     jobs: list[tuple[JobSpec, str]] = []
     async with JobCodes(running.code) as codes:
-        for each in sweep_jobs(given, body.over):
+        for each in make_sweep_jobs(given, body.over):
             spec, base = await accepted(_job(each.fields, each.label), running, codes)
-            jobs.append((spec, job_name(base, each.label)))
-        await refuse_params([spec for spec, _ in jobs], codes, bare_fields(body.over))
+            jobs.append((spec, name_job(base, each.label)))
+        await refuse_params([spec for spec, _ in jobs], codes, find_bare_fields(body.over))
     unchecked = await refuse_budgets([spec for spec, _ in jobs])
     async with running.code.lock:
         if (code := given.get("code")) is not None:
@@ -94,7 +94,7 @@ async def compare(
         path = running.folder(record.id) / "metrics.jsonl"
         series[record.id] = await asyncio.to_thread(running.rollups.read, path, max_points)
     shown = [cast("Any", running.show(record)) for record in records]
-    return JSONResponse(finite(compared(shown, cast("Any", series), time.time())))
+    return JSONResponse(finite(compare_jobs(shown, cast("Any", series), time.time())))
 
 
 async def _jobs_of(name: str, running: Service) -> list[JobRecord]:

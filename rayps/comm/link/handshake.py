@@ -46,7 +46,7 @@ def _unpack_name(raw: bytes) -> str:
     return raw.rstrip(b"\0").decode(errors="replace")
 
 
-def _proof(secret: bytes, role: bytes, *parts: bytes) -> bytes:
+def _prove(secret: bytes, role: bytes, *parts: bytes) -> bytes:
     return hmac.new(secret, b"|".join((MAGIC, role, *parts)), hashlib.sha256).digest()
 
 
@@ -57,9 +57,9 @@ def caller(name: str, secret: bytes, generation: int, shared: bool) -> Steps:
     yield hello
     magic, other, proof, raw = _ANSWER.unpack((yield _ANSWER.size))
     peer = _unpack_name(raw)
-    if magic != MAGIC or not hmac.compare_digest(proof, _proof(secret, b"listener", hello, other, raw)):
+    if magic != MAGIC or not hmac.compare_digest(proof, _prove(secret, b"listener", hello, other, raw)):
         raise LinkError(f"{peer!r} does not know this job's secret: it belongs to another job", peer=peer)
-    yield _proof(secret, b"caller", other, hello)
+    yield _prove(secret, b"caller", other, hello)
     accepted, theirs = _VERDICT.unpack((yield _VERDICT.size))
     return Greeted(peer, theirs, bool(accepted), shared)
 
@@ -78,9 +78,9 @@ def listener(name: str, secret: bytes, generation: Callable[[], int]) -> Steps:
             peer=peer,
         )
     nonce, mine = os.urandom(_NONCE), pack_name(name).ljust(NAME_BYTES, b"\0")
-    yield _ANSWER.pack(MAGIC, nonce, _proof(secret, b"listener", hello, nonce, mine), mine)
+    yield _ANSWER.pack(MAGIC, nonce, _prove(secret, b"listener", hello, nonce, mine), mine)
     proof = yield _PROOF.size
-    if not hmac.compare_digest(proof, _proof(secret, b"caller", nonce, hello)):
+    if not hmac.compare_digest(proof, _prove(secret, b"caller", nonce, hello)):
         raise LinkError(f"{peer!r} does not know this job's secret and was refused", peer=peer)
     current = generation()
     yield _VERDICT.pack(theirs == current, current)

@@ -25,7 +25,7 @@ from rayps_client.errors import ConfigError, LinkError, PeerLost, PeerTimeout, S
 from rayps.comm.link import handshake as link_hello
 from rayps.comm.link import memory as link_memory
 from rayps.comm.link.shared_memory_link import SharedLink
-from rayps.comm.link.socket_link import Link, Message, SocketLink, deadline_left
+from rayps.comm.link.socket_link import Link, Message, SocketLink, measure_time_left
 
 __all__ = ["Link", "Listener", "ListenerAddress", "Message", "connect", "parse_address"]
 
@@ -169,7 +169,7 @@ class Listener:
             link = self._accept_of(generation, want)
             if link is not None:
                 return link
-            left = deadline_left(deadline)
+            left = measure_time_left(deadline)
             if not left:
                 raise PeerTimeout(
                     f"no peer connected to {self.name!r} within {timeout:g} s (the knob is `timeout`)",
@@ -189,10 +189,10 @@ class Listener:
         """Accept connections of this generation only from now on. Raises StaleGeneration if a later one has begun."""
         with self._lock:
             if generation < self._generation:
-                raise self._stale(generation)
+                raise self._explain_stale(generation)
             self._generation = generation
 
-    def _stale(self, generation: int) -> StaleGeneration:
+    def _explain_stale(self, generation: int) -> StaleGeneration:
         return StaleGeneration(
             f"{self.name!r} accepts no connection of generation {generation}: it is at generation {self._generation}",
             peer=self.name,
@@ -205,8 +205,8 @@ class Listener:
             if self.fileno() < 0:
                 raise PeerLost(f"the listener of {self.name!r} has been closed", peer=self.name)
             if generation != self._generation:
-                raise self._stale(generation)
-            self._progress()
+                raise self._explain_stale(generation)
+            self._advance_all()
             for i, link in enumerate(self._ready):
                 if link.generation != generation:
                     link.close()
@@ -216,7 +216,7 @@ class Listener:
             self._ready = [link for link in self._ready if not link.closed]
             return None
 
-    def _progress(self) -> None:
+    def _advance_all(self) -> None:
         for key, _ in self._selector.select(0):
             if key.data is None:
                 self._accept_on(key.fileobj)  # type: ignore[arg-type]
@@ -236,7 +236,7 @@ class Listener:
             return  # after any other error the caller has closed its connection
         sock.setblocking(False)
         unix = listening.family == socket.AF_UNIX
-        if unix and not _same_user(sock):
+        if unix and not _is_same_user(sock):
             sock.close()
             return
         steps = link_hello.listener(self.name, self._secret, lambda: self._generation)
@@ -298,7 +298,7 @@ class Listener:
         self.close()
 
 
-def _same_user(sock: socket.socket) -> bool:
+def _is_same_user(sock: socket.socket) -> bool:
     raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     _, uid, _ = struct.unpack("3i", raw)
     return bool(uid == os.getuid())
@@ -334,7 +334,7 @@ def connect(
         LinkError: the listener has another secret.
     """
     target = parse_address(address)
-    transports = _transports(target, prefer)
+    transports = _list_transports(target, prefer)
     deadline = time.monotonic() + timeout
     pause = _RETRY[0]
     while True:
@@ -343,23 +343,23 @@ def connect(
             try:
                 return _call(target, transport, (name, secret, generation), deadline, check)
             except TimeoutError as error:
-                raise _silent(target, timeout) from error
+                raise _explain_silence(target, timeout) from error
             except StaleGeneration as error:
-                if error.data["expected"] > generation or not deadline_left(deadline):
+                if error.data["expected"] > generation or not measure_time_left(deadline):
                     raise
             except OSError as error:
-                if not deadline_left(deadline):
+                if not measure_time_left(deadline):
                     raise PeerLost(
                         f"no listener of {target.name!r} at {target.host}:{target.port} "
                         f"({error.strerror or error}); tried for {timeout:g} s (the knob is `timeout`)",
                         peer=target.name,
                         seconds=timeout,
                     ) from error
-        time.sleep(min(pause, deadline_left(deadline)))
+        time.sleep(min(pause, measure_time_left(deadline)))
         pause = min(2 * pause, _RETRY[1])
 
 
-def _transports(target: ListenerAddress, prefer: Prefer) -> list[str]:
+def _list_transports(target: ListenerAddress, prefer: Prefer) -> list[str]:
     unix = ["unix"] if target.unix and _ABSTRACT else []
     shm = ["shm"] if unix and link_memory.AVAILABLE else []
     transports = {"auto": [*(shm or unix), "tcp"], "shm": shm, "unix": unix, "tcp": ["tcp"]}.get(prefer, [])
@@ -373,7 +373,7 @@ def _transports(target: ListenerAddress, prefer: Prefer) -> list[str]:
     return transports
 
 
-def _silent(target: ListenerAddress, timeout: float) -> PeerTimeout:
+def _explain_silence(target: ListenerAddress, timeout: float) -> PeerTimeout:
     return PeerTimeout(
         f"{target.name!r} at {target.host}:{target.port} did not answer within {timeout:g} s (the knob is `timeout`)",
         peer=target.name,
@@ -404,10 +404,10 @@ def _call(
 
 def _dial(target: ListenerAddress, transport: str, deadline: float) -> socket.socket:
     if transport == "tcp":
-        return socket.create_connection((target.host, target.port), timeout=max(0.001, deadline_left(deadline)))
+        return socket.create_connection((target.host, target.port), timeout=max(0.001, measure_time_left(deadline)))
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        sock.settimeout(max(0.001, deadline_left(deadline)))
+        sock.settimeout(max(0.001, measure_time_left(deadline)))
         sock.connect(f"\0{target.unix}")
     except BaseException:
         sock.close()
@@ -426,7 +426,7 @@ def _drive(
             greeted: link_hello.Greeted = end.value
             return greeted
         if isinstance(step, bytes):
-            sock.settimeout(max(0.001, deadline_left(deadline)))
+            sock.settimeout(max(0.001, measure_time_left(deadline)))
             sock.sendall(step)
             data = None
             continue
@@ -440,7 +440,7 @@ def _drive(
 
 def _receive(sock: socket.socket, size: int, deadline: float, check: Callable[[], None]) -> bytes:
     while True:
-        left = deadline_left(deadline)
+        left = measure_time_left(deadline)
         sock.settimeout(max(0.001, min(left, _CHECK_SECONDS)))
         try:
             return sock.recv(size)

@@ -20,7 +20,7 @@ from typing import Final, TypeAlias
 from rayps_client.errors import LinkError
 
 from rayps.comm.link.memory import Memory
-from rayps.comm.link.socket_link import EMPTY, HEADER, REFUSED, Link, Message, Payload, as_bytes, landing
+from rayps.comm.link.socket_link import EMPTY, HEADER, REFUSED, Link, Message, Payload, as_bytes, choose_landing
 
 LANE_BYTES = 4 << 20
 CHUNK_BYTES = LANE_BYTES // 4
@@ -283,13 +283,13 @@ class SharedLink(Link):
 
     def _send_socket(self) -> bool:
         while self._out:
-            parts, descriptors = self._next_parts()
+            parts, descriptors = self._find_next_parts()
             try:
                 sent = self._sock.sendmsg(parts, descriptors)
             except BlockingIOError:
                 return False
             except OSError as error:
-                raise self._lost(error) from error
+                raise self._explain_loss(error) from error
             if descriptors:
                 os.close(self._offers.unsent.popleft()[1])
             self.bytes_sent += sent
@@ -299,7 +299,7 @@ class SharedLink(Link):
                 self._out[0] = self._out[0][sent:]
         return True
 
-    def _next_parts(self) -> tuple[list[memoryview], list[tuple[int, int, array.array[int]]]]:
+    def _find_next_parts(self) -> tuple[list[memoryview], list[tuple[int, int, array.array[int]]]]:
         """Return the buffers for one system call: those before the next offer, or an offer and its descriptor."""
         if not self._offers.unsent:
             return [self._out[i] for i in range(min(len(self._out), 16))], []
@@ -335,9 +335,9 @@ class SharedLink(Link):
         if not self._inbox:
             self.absorb()
         if self._refusals:
-            raise self._refused(*self._refusals.popleft())
+            raise self._explain_refusal(*self._refusals.popleft())
         if not self._inbox and self._reader.ended:
-            raise self._lost(self._reader.cause)
+            raise self._explain_loss(self._reader.cause)
         return self.head
 
     def try_recv(self, into: Payload | None = None) -> Message | None:
@@ -347,18 +347,18 @@ class SharedLink(Link):
         item = self._inbox[0]
         stale = item.generation != self.generation
         if item.target is None:
-            item.target, item.into = landing(self.peer, item.size, None if stale else into)
+            item.target, item.into = choose_landing(self.peer, item.size, None if stale else into)
         self._copy_out(item)
         if item.filled < item.size:
             self.absorb()
             self._copy_out(item)
             if item.filled < item.size:
                 if self._reader.ended:
-                    raise self._lost(self._reader.cause)
+                    raise self._explain_loss(self._reader.cause)
                 return None
         self._inbox.popleft()
         if stale:
-            raise self._stale(item.generation)
+            raise self._answer_stale(item.generation)
         if into is not None and into is not item.into and item.target is not None:
             as_bytes(into)[:] = item.target
         item.message.payload = item.target if item.target is not None else EMPTY

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from rayps_client.errors import LinkError, PeerLost, PeerTimeout, StaleGeneration
 from rayps_client.values import Buffer
 
-from rayps.comm.link.tcp_facts import tcp_facts
+from rayps.comm.link.tcp_facts import read_tcp_facts
 from rayps.core.time.member_times import LineFacts
 
 EMPTY = memoryview(b"")
@@ -59,7 +59,7 @@ def as_bytes(buffer: Payload) -> memoryview:
     return view if view.format == "B" and view.ndim == 1 else view.cast("B")
 
 
-def new_payload(size: int) -> memoryview:
+def allocate_payload(size: int) -> memoryview:
     """Allocate memory for a payload of `size` bytes; its content is undefined."""
     return np.empty(size, dtype=np.uint8).data if size else EMPTY
 
@@ -91,7 +91,7 @@ class Link(ABC):
     @property
     def line(self) -> LineFacts | None:
         """What the kernel counts for this connection; None if it is not by TCP, or closed. Any thread may read it."""
-        return tcp_facts(self._sock) if self.transport == "tcp" else None
+        return read_tcp_facts(self._sock) if self.transport == "tcp" else None
 
     @property
     @abstractmethod
@@ -229,7 +229,7 @@ class Link(ABC):
                 return messages
             messages.append(message)
 
-    def _stale(self, generation: int) -> StaleGeneration:
+    def _answer_stale(self, generation: int) -> StaleGeneration:
         self._append(Message(REFUSED, a=generation, b=self.generation), None)
         self.flush()
         return StaleGeneration(
@@ -240,7 +240,7 @@ class Link(ABC):
             expected=self.generation,
         )
 
-    def _refused(self, generation: int, current: int) -> StaleGeneration:
+    def _explain_refusal(self, generation: int, current: int) -> StaleGeneration:
         return StaleGeneration(
             f"{self.peer!r} refused a message of this side with generation {generation}, because {self.peer!r} is at "
             f"generation {current}",
@@ -255,7 +255,7 @@ class Link(ABC):
     def wait(self, events: int, timeout: float, doing: str = "answer") -> None:
         """Sleep until the socket is ready for `events`. Raises PeerTimeout after `timeout` seconds."""
         if self.closed:
-            raise self._lost(None)
+            raise self._explain_loss(None)
         self._poll.register(self._sock, events)
         if not self._poll.poll(max(0, math.ceil(timeout * 1000))):
             raise PeerTimeout(
@@ -264,7 +264,7 @@ class Link(ABC):
                 seconds=timeout,
             )
 
-    def _lost(self, error: OSError | None) -> PeerLost:
+    def _explain_loss(self, error: OSError | None) -> PeerLost:
         if self.closed:
             return PeerLost(f"the connection to {self.peer!r} was closed on this side", peer=self.peer)
         why = f" ({error.strerror})" if error is not None and error.strerror else ""
@@ -352,7 +352,7 @@ class SocketLink(Link):
             except BlockingIOError:
                 return False
             except OSError as error:
-                raise self._lost(error) from error
+                raise self._explain_loss(error) from error
             self.bytes_sent += sent
             self._queued -= sent
             while out and sent >= len(out[0]):
@@ -386,7 +386,7 @@ class SocketLink(Link):
         item = self._next
         assert item is not None, "peek found a header"
         if item.target is None:
-            item.target, item.into = landing(self.peer, item.size, into if item.refused < 0 else None)
+            item.target, item.into = choose_landing(self.peer, item.size, into if item.refused < 0 else None)
         target = item.target
         while item.filled < item.size:
             count = self._read(target[item.filled :])
@@ -397,7 +397,7 @@ class SocketLink(Link):
         self._next = None
         self._wake_at(1)
         if item.refused >= 0:
-            raise self._stale(item.refused)
+            raise self._answer_stale(item.refused)
         if into is not None and into is not item.into and len(target):
             as_bytes(into)[:] = target
         item.message.payload = target
@@ -411,7 +411,7 @@ class SocketLink(Link):
         if self._next is None and self._read_header():
             kind, _, generation, tag, a, b, weight, size, _, _ = HEADER.unpack(self._header)
             if kind == REFUSED:
-                raise self._refused(a, b)
+                raise self._explain_refusal(a, b)
             refused = generation if generation != self.generation else -1
             self._next = _PartialMessage(Message(kind, tag, a, b, weight), size, refused)
         return self.head
@@ -453,9 +453,9 @@ class SocketLink(Link):
         except BlockingIOError:
             return -1
         except OSError as error:
-            raise self._lost(error) from error
+            raise self._explain_loss(error) from error
         if count == 0:
-            raise self._lost(None)
+            raise self._explain_loss(None)
         self.bytes_received += count
         return count
 
@@ -475,13 +475,13 @@ class SocketLink(Link):
         self._queued = 0
 
 
-def landing(peer: str, size: int, into: Payload | None) -> tuple[memoryview, Payload | None]:
+def choose_landing(peer: str, size: int, into: Payload | None) -> tuple[memoryview, Payload | None]:
     """Return the memory into which a payload of `size` bytes is read, and `into`.
 
     The memory is that of `into`, or new memory if `into` is None. Raises LinkError if `into` has another size.
     """
     if into is None:
-        return new_payload(size), None
+        return allocate_payload(size), None
     view = as_bytes(into)
     if len(view) != size:
         raise LinkError(
@@ -490,6 +490,6 @@ def landing(peer: str, size: int, into: Payload | None) -> tuple[memoryview, Pay
     return view, into
 
 
-def deadline_left(deadline: float) -> float:
+def measure_time_left(deadline: float) -> float:
     """Return the seconds until a `time.monotonic` deadline, at least 0."""
     return max(0.0, deadline - time.monotonic())

@@ -18,7 +18,7 @@ _SIZE = 184  # bytes up to the end of the time for which the receiver's window l
 _MICRO = 1e-6
 
 
-def tcp_facts(sock: socket.socket) -> LineFacts | None:
+def read_tcp_facts(sock: socket.socket) -> LineFacts | None:
     """Return the facts of a connected TCP socket. Return None if it is closed, or if the system does not count them."""
     if not sys.platform.startswith("linux"):
         return None
@@ -26,10 +26,10 @@ def tcp_facts(sock: socket.socket) -> LineFacts | None:
         raw = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
     except OSError:
         return None
-    return parsed(raw)
+    return parse(raw)
 
 
-def parsed(raw: bytes) -> LineFacts | None:
+def parse(raw: bytes) -> LineFacts | None:
     """Return the facts in a `struct tcp_info`, or None if the kernel's struct is too short for them."""
     if len(raw) < _SIZE:
         return None

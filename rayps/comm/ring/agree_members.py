@@ -67,7 +67,7 @@ class MemberAgreement:
     def _arrive(self, step: int, needed: int) -> None:
         self._since = self._since or time.monotonic()
         if self._decides is not None:
-            self._decided(0, step, needed)
+            self._record_arrival(0, step, needed)
         else:
             self._send(0, Message(RingMessage.ARRIVED, tag=step, a=needed))
 
@@ -80,9 +80,9 @@ class MemberAgreement:
             return
         for peer, message in self._mesh.early.take_all(RingMessage.ARRIVED):
             self._since = self._since or time.monotonic()
-            self._decided(peer, message.tag, message.a)
+            self._record_arrival(peer, message.tag, message.a)
 
-    def _decided(self, rank: int, step: int, needed: int) -> None:
+    def _record_arrival(self, rank: int, step: int, needed: int) -> None:
         """Record an arrival. If it decides the step, send the members to all ranks."""
         assert self._decides is not None, "rank 0 decides"
         if self._decides.arrive(rank, step, needed):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rayps.comm.ring.mesh import Mesh
 from rayps.comm.ring.messages import Arrival, Piece
-from rayps.core.partition import slices
+from rayps.core.partition import cut_slices
 
 SEGMENT_BYTES = 512 << 10  # bytes of a segment in a ring; one segment is sent while another is added
 Fold = Callable[[Tensor, Tensor], Tensor]  # reduces two tensors into the first
@@ -47,17 +47,17 @@ def add(into: Tensor, other: Tensor) -> Tensor:
     return into.add_(other)
 
 
-def largest(into: Tensor, other: Tensor) -> Tensor:
+def take_largest(into: Tensor, other: Tensor) -> Tensor:
     """Write the elementwise maximum of both tensors into `into`. It is NaN where either tensor is NaN."""
     return torch.maximum(into, other, out=into)
 
 
-def raw(flat: Tensor) -> memoryview:
+def view_bytes(flat: Tensor) -> memoryview:
     """Return the bytes of a contiguous one-dimensional CPU tensor, without a copy."""
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
-def _others(mesh: Mesh | Subgroup) -> list[int]:
+def _list_others(mesh: Mesh | Subgroup) -> list[int]:
     return [peer for peer in range(mesh.size) if peer != mesh.rank]
 
 
@@ -79,13 +79,13 @@ def ring_with_work(mesh: Mesh | Subgroup | Idle, x: Tensor, fold: Fold, before: 
     these calls depends only on the vector's size, N and the rank.
     """
     n, me = mesh.size, mesh.rank
-    cuts = slices(x.numel(), n)
+    cuts = cut_slices(x.numel(), n)
     scratch = torch.empty(min(SEGMENT_BYTES // x.element_size(), -(-x.numel() // n)), dtype=x.dtype)
 
     def first() -> Iterator[Buffer]:
-        for segment in _segments(x[cuts[me]]):
+        for segment in _cut_segments(x[cuts[me]]):
             before(segment)
-            yield raw(segment)
+            yield view_bytes(segment)
 
     def adding(segment: Tensor, arrived: Tensor, last: bool) -> Callable[[], Buffer | None]:
         def work() -> Buffer | None:
@@ -93,32 +93,32 @@ def ring_with_work(mesh: Mesh | Subgroup | Idle, x: Tensor, fold: Fold, before: 
             fold(segment, arrived)
             if last:
                 after(segment)
-            return raw(segment)
+            return view_bytes(segment)
 
         return work
 
     def sharing(segment: Tensor, last: bool) -> Callable[[], Buffer | None]:
         def work() -> Buffer | None:
             after(segment)
-            return None if last else raw(segment)
+            return None if last else view_bytes(segment)
 
         return work
 
     def arrivals() -> Iterator[Arrival]:
         for step in range(n - 1):
-            for segment in _segments(x[cuts[(me - step - 1) % n]]):
+            for segment in _cut_segments(x[cuts[(me - step - 1) % n]]):
                 arrived = scratch[: segment.numel()]
-                yield raw(arrived), adding(segment, arrived, step == n - 2)
+                yield view_bytes(arrived), adding(segment, arrived, step == n - 2)
         for step in range(n - 1):
-            for segment in _segments(x[cuts[(me - step) % n]]):
-                yield raw(segment), sharing(segment, step == n - 2)
+            for segment in _cut_segments(x[cuts[(me - step) % n]]):
+                yield view_bytes(segment), sharing(segment, step == n - 2)
 
     mesh.relay((me + 1) % n, (me - 1) % n, first(), arrivals())
 
 
 def ring_slice(n: int, ranks: int, rank: int) -> slice:
     """Return the range of `n` elements of which `ring_reduce_scatter` leaves the sum on `rank`, one of `ranks`."""
-    return slices(n, ranks)[(rank + 1) % ranks]
+    return cut_slices(n, ranks)[(rank + 1) % ranks]
 
 
 def ring_reduce_scatter(mesh: Mesh | Subgroup, x: Tensor, fold: Fold) -> None:
@@ -129,23 +129,23 @@ def ring_reduce_scatter(mesh: Mesh | Subgroup, x: Tensor, fold: Fold) -> None:
     n, me = mesh.size, mesh.rank
     if n == 1:
         return
-    cuts = slices(x.numel(), n)
+    cuts = cut_slices(x.numel(), n)
     scratch = torch.empty(min(SEGMENT_BYTES // x.element_size(), -(-x.numel() // n)), dtype=x.dtype)
 
     def adding(segment: Tensor, arrived: Tensor, last: bool) -> Callable[[], Buffer | None]:
         def work() -> Buffer | None:
             fold(segment, arrived)
-            return None if last else raw(segment)
+            return None if last else view_bytes(segment)
 
         return work
 
     def arrivals() -> Iterator[Arrival]:
         for step in range(n - 1):
-            for segment in _segments(x[cuts[(me - step - 1) % n]]):
+            for segment in _cut_segments(x[cuts[(me - step - 1) % n]]):
                 arrived = scratch[: segment.numel()]
-                yield raw(arrived), adding(segment, arrived, step == n - 2)
+                yield view_bytes(arrived), adding(segment, arrived, step == n - 2)
 
-    mesh.relay((me + 1) % n, (me - 1) % n, map(raw, _segments(x[cuts[me]])), arrivals())
+    mesh.relay((me + 1) % n, (me - 1) % n, map(view_bytes, _cut_segments(x[cuts[me]])), arrivals())
 
 
 def ring_all_gather(mesh: Mesh | Subgroup, x: Tensor) -> None:
@@ -156,20 +156,20 @@ def ring_all_gather(mesh: Mesh | Subgroup, x: Tensor) -> None:
     n, me = mesh.size, mesh.rank
     if n == 1:
         return
-    cuts = slices(x.numel(), n)
+    cuts = cut_slices(x.numel(), n)
 
     def passing(segment: Tensor, last: bool) -> Callable[[], Buffer | None]:
-        return lambda: None if last else raw(segment)
+        return lambda: None if last else view_bytes(segment)
 
     def arrivals() -> Iterator[Arrival]:
         for step in range(n - 1):
-            for segment in _segments(x[cuts[(me - step) % n]]):
-                yield raw(segment), passing(segment, step == n - 2)
+            for segment in _cut_segments(x[cuts[(me - step) % n]]):
+                yield view_bytes(segment), passing(segment, step == n - 2)
 
-    mesh.relay((me + 1) % n, (me - 1) % n, map(raw, _segments(x[cuts[(me + 1) % n]])), arrivals())
+    mesh.relay((me + 1) % n, (me - 1) % n, map(view_bytes, _cut_segments(x[cuts[(me + 1) % n]])), arrivals())
 
 
-def _segments(chunk: Tensor) -> list[Tensor]:
+def _cut_segments(chunk: Tensor) -> list[Tensor]:
     """Cut a chunk into segments of at most `SEGMENT_BYTES`; an empty chunk gives one empty segment."""
     return list(torch.split(chunk, SEGMENT_BYTES // chunk.element_size())) if chunk.numel() else [chunk]
 
@@ -203,14 +203,14 @@ def star(mesh: Mesh | Subgroup, x: Tensor, fold: Fold) -> None:
     """
     others = list(range(1, mesh.size))
     if mesh.rank != 0:
-        mesh.exchange([(0, raw(x))], [])
-        mesh.exchange([], [(0, raw(x))])
+        mesh.exchange([(0, view_bytes(x))], [])
+        mesh.exchange([], [(0, view_bytes(x))])
         return
     parts = torch.empty(len(others), x.numel(), dtype=x.dtype)
-    mesh.exchange([], [(peer, raw(parts[peer - 1])) for peer in others])
+    mesh.exchange([], [(peer, view_bytes(parts[peer - 1])) for peer in others])
     for part in parts:
         fold(x, part)
-    mesh.exchange([(peer, raw(x)) for peer in others], [])
+    mesh.exchange([(peer, view_bytes(x)) for peer in others], [])
 
 
 def tree(mesh: Mesh | Subgroup, x: Tensor, fold: Fold) -> None:
@@ -220,9 +220,9 @@ def tree(mesh: Mesh | Subgroup, x: Tensor, fold: Fold) -> None:
     span = 1
     while span < n:
         if me % (2 * span) == span:
-            mesh.exchange([(me - span, raw(x))], [])
+            mesh.exchange([(me - span, view_bytes(x))], [])
         elif me % (2 * span) == 0 and me + span < n:
-            mesh.exchange([], [(me + span, raw(scratch))])
+            mesh.exchange([], [(me + span, view_bytes(scratch))])
             fold(x, scratch)
         else:
             mesh.exchange([], [])
@@ -235,10 +235,11 @@ def one_shot(mesh: Mesh | Subgroup, x: Tensor, fold: Fold) -> None:
 
     `fold` must be commutative: the first two ranks reduce each other's vector into their own.
     """
-    others = _others(mesh)
+    others = _list_others(mesh)
     parts = torch.empty(len(others), x.numel(), dtype=x.dtype)
     mesh.exchange(
-        [(peer, raw(x)) for peer in others], [(peer, raw(part)) for peer, part in zip(others, parts, strict=True)]
+        [(peer, view_bytes(x)) for peer in others],
+        [(peer, view_bytes(part)) for peer, part in zip(others, parts, strict=True)],
     )
     if mesh.rank < 2:
         for part in parts:
@@ -252,11 +253,11 @@ def one_shot(mesh: Mesh | Subgroup, x: Tensor, fold: Fold) -> None:
 
 def two_shot(mesh: Mesh | Subgroup, x: Tensor, fold: Fold) -> None:
     """Reduce by a reduce-scatter and an all-gather. In each of the two steps, a rank sends 1/N to every other rank."""
-    cuts = slices(x.numel(), mesh.size)
-    mine = raw(reduce_scatter(mesh, x, fold))
+    cuts = cut_slices(x.numel(), mesh.size)
+    mine = view_bytes(reduce_scatter(mesh, x, fold))
     x[cuts[mesh.rank]].view(torch.uint8).numpy()[:] = mine
-    others = _others(mesh)
-    mesh.exchange([(peer, mine) for peer in others], [(peer, raw(x[cuts[peer]])) for peer in others])
+    others = _list_others(mesh)
+    mesh.exchange([(peer, mine) for peer in others], [(peer, view_bytes(x[cuts[peer]])) for peer in others])
 
 
 ALGORITHMS: dict[str, Callable[[Mesh | Subgroup, Tensor, Fold], None]] = {
@@ -270,12 +271,14 @@ ALGORITHMS: dict[str, Callable[[Mesh | Subgroup, Tensor, Fold], None]] = {
 
 def reduce_scatter(mesh: Mesh | Subgroup, x: Tensor, fold: Fold) -> Tensor:
     """Return this rank's 1/N of the sum (or maximum) of all vectors, in the order of ranks. `x` does not change."""
-    cuts = slices(x.numel(), mesh.size)
+    cuts = cut_slices(x.numel(), mesh.size)
     mine = x[cuts[mesh.rank]]
-    others = _others(mesh)
+    others = _list_others(mesh)
     parts = torch.empty(mesh.size, mine.numel(), dtype=x.dtype)
     parts[mesh.rank] = mine
-    mesh.exchange([(peer, raw(x[cuts[peer]])) for peer in others], [(peer, raw(parts[peer])) for peer in others])
+    mesh.exchange(
+        [(peer, view_bytes(x[cuts[peer]])) for peer in others], [(peer, view_bytes(parts[peer])) for peer in others]
+    )
     for part in parts[1:]:
         fold(parts[0], part)
     return parts[0]
@@ -283,9 +286,9 @@ def reduce_scatter(mesh: Mesh | Subgroup, x: Tensor, fold: Fold) -> Tensor:
 
 def all_gather(mesh: Mesh | Subgroup, x: Tensor, out: Tensor) -> None:
     """Collect the ranks' vectors of n elements in `out` [N, n], on every rank."""
-    others = _others(mesh)
+    others = _list_others(mesh)
     out[mesh.rank] = x
-    mesh.exchange([(peer, raw(x)) for peer in others], [(peer, raw(out[peer])) for peer in others])
+    mesh.exchange([(peer, view_bytes(x)) for peer in others], [(peer, view_bytes(out[peer])) for peer in others])
 
 
 def broadcast(mesh: Mesh | Subgroup, x: Tensor, root: int) -> None:
@@ -295,9 +298,9 @@ def broadcast(mesh: Mesh | Subgroup, x: Tensor, root: int) -> None:
     span = 1
     while span < n:
         if place < span and place + span < n:
-            mesh.exchange([((mesh.rank + span) % n, raw(x))], [])
+            mesh.exchange([((mesh.rank + span) % n, view_bytes(x))], [])
         elif span <= place < 2 * span:
-            mesh.exchange([], [((mesh.rank - span) % n, raw(x))])
+            mesh.exchange([], [((mesh.rank - span) % n, view_bytes(x))])
         else:
             mesh.exchange([], [])
         span *= 2

@@ -77,7 +77,7 @@ class Barrier:
     def _wait_by_counters(self) -> bool:
         """Wait until all ranks have entered. Return whether this rank was not the last one."""
         self._fence()
-        if self._all_here():
+        if self._have_all_entered():
             for place, wakeup in zip(self._elsewhere, self._peer_wakeups[0], strict=True):
                 if self._asleep[place]:
                     os.eventfd_write(wakeup, 1)
@@ -85,10 +85,10 @@ class Barrier:
         start = time.perf_counter()
         for _ in range(_YIELDS):
             os.sched_yield()
-            if self._all_here():
+            if self._have_all_entered():
                 break
         self._mesh.seconds_waiting += time.perf_counter() - start
-        while not self._all_here():
+        while not self._have_all_entered():
             self._sleep()
         return True
 
@@ -96,8 +96,8 @@ class Barrier:
         """Set the sleep flag, check the counters once more, then sleep until this rank's eventfd is signalled."""
         self._asleep[self._place] = 1
         self._fence()
-        if not self._all_here():
-            self._mesh.await_wakeup(self._wakeups[0], self._absent)
+        if not self._have_all_entered():
+            self._mesh.await_wakeup(self._wakeups[0], self._find_absent)
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._wakeups[0])
         self._asleep[self._place] = 0
@@ -109,16 +109,16 @@ class Barrier:
             os.eventfd_write(wakeup, 1)
         mine, missing = self._wakeups[parity], len(self._elsewhere)
         while missing:
-            self._mesh.await_wakeup(mine, self._absent)
+            self._mesh.await_wakeup(mine, self._find_absent)
             missing -= os.eventfd_read(mine)
-        while not self._all_here():  # a rank has signalled and then given up: wait for its ABORT
-            self._mesh.await_wakeup(mine, self._absent)
+        while not self._have_all_entered():  # a rank has signalled and then given up: wait for its ABORT
+            self._mesh.await_wakeup(mine, self._find_absent)
         return True
 
-    def _all_here(self) -> bool:
+    def _have_all_entered(self) -> bool:
         return bool(min(self._entered.tolist()) >= self.turn)
 
-    def _absent(self) -> set[int]:
+    def _find_absent(self) -> set[int]:
         """Return the ranks that have not entered this rank's latest barrier."""
         return {rank for rank, turn in zip(self._group, self._entered.tolist(), strict=True) if turn < self.turn}
 

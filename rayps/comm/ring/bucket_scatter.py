@@ -52,7 +52,7 @@ class BucketScatter(Protocol):
         """
 
 
-def bucket_scatter(ring: Ring, slices: OwnedSlices, dtype: torch.dtype, *, several: bool) -> BucketScatter:
+def make_bucket_scatter(ring: Ring, slices: OwnedSlices, dtype: torch.dtype, *, several: bool) -> BucketScatter:
     """Return a `BucketScatter`. `several`: a step may have several micro-batches. All ranks must make the same call."""
     if ring.collectives.device is not None:
         return DeviceScatter(ring, slices, dtype)

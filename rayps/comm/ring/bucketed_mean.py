@@ -19,12 +19,12 @@ from torch import Tensor
 
 from rayps.comm.link.memory import ORDERED
 from rayps.comm.ring.algorithms import add, ring_reduce_scatter, ring_slice
-from rayps.comm.ring.collectives import HALF, CollectiveHandle, flat_cpu
+from rayps.comm.ring.collectives import HALF, CollectiveHandle, flatten_on_cpu
 from rayps.comm.ring.owned_slices import OwnedSlices
 from rayps.comm.ring.ring import Ring
 from rayps.comm.ring.shared_memory import Bytes, SharedMemoryFold, Weights, fold_parts, tensor_of
-from rayps.core.partition import part
-from rayps.tensors.finite import first_not_finite, is_finite
+from rayps.core.partition import find_bounds
+from rayps.tensors.finite import find_not_finite, is_finite
 
 _KIND = 6  # the number that identifies this collective in `SharedMemoryFold.announce`
 
@@ -60,7 +60,7 @@ class BucketedMean(Protocol):
         """Return the mean. Call it after this rank has submitted all buckets.
 
         The result is read-only and valid until the next `begin`. Every element of `marks` (uint8, of the length given
-        to `pieces`) is replaced by its maximum over ranks.
+        to `bucket_mean`) is replaced by its maximum over ranks.
 
         Raises:
             LinkError: another rank died, failed or does not answer.
@@ -70,11 +70,11 @@ class BucketedMean(Protocol):
         """Send the buckets in this order from the next mean on. All ranks must make the same call between two means."""
 
 
-def pieces(ring: Ring, vector: Tensor, cuts: Sequence[slice], marks: int) -> BucketedMean:
+def bucket_mean(ring: Ring, vector: Tensor, cuts: Sequence[slice], marks: int) -> BucketedMean:
     """Return a `BucketedMean` of `vector` over a ring. `cuts` are the ranges of the buckets.
 
-    `marks` is the number of bytes of which `finish` computes the maximum. All ranks must call `pieces` with the same
-    arguments.
+    `marks` is the number of bytes of which `finish` computes the maximum. All ranks must call `bucket_mean` with the
+    same arguments.
     """
     if ring.size == 1 and vector.device.type == "cpu":
         return SingleRank(vector)
@@ -89,12 +89,12 @@ def pieces(ring: Ring, vector: Tensor, cuts: Sequence[slice], marks: int) -> Buc
     return SharedMemoryMean(ring, shared_memory, vector, where, cuts, marks)
 
 
-def scattered_pieces(ring: Ring, vector: Tensor, slices: OwnedSlices, marks: int) -> BucketedMean:
-    """Return what `pieces` returns for the buckets of `slices`; the mean is computed only where this rank owns it.
+def scatter_mean(ring: Ring, vector: Tensor, slices: OwnedSlices, marks: int) -> BucketedMean:
+    """Return what `bucket_mean` returns for the buckets of `slices`; the mean is computed only where this rank owns it.
 
     The other elements of the result of `finish` are undefined.
     """
-    found = pieces(ring, vector, slices.cuts, marks)
+    found = bucket_mean(ring, vector, slices.cuts, marks)
     if isinstance(found, SharedMemoryMean):
         found.is_read = False
     return ScatteredBuckets(ring, vector, slices) if isinstance(found, SentBuckets) else found
@@ -171,18 +171,18 @@ class DeviceMean(_Whole):
             kept = self._ring.collectives.resident(self._vector, self._samples)
             if kept is None:
                 own = self._vector.sum(dtype=torch.float64)  # stays on the device; the mean replaces the vector
-            mean = self._mean_in_place() if kept is None else kept
+            mean = self._average_in_place() if kept is None else kept
         if not is_finite(mean):
             faulty = torch.tensor([self._samples > 0 and not is_finite(own)], dtype=torch.uint8)
             by_rank = (faulty if alone else self._ring.all_gather(faulty)).view(-1).tolist()
-            self.fault = by_rank.index(1) if 1 in by_rank else -1, first_not_finite(mean)
+            self.fault = by_rank.index(1) if 1 in by_rank else -1, find_not_finite(mean)
         self.seconds += time.perf_counter() - start
         return mean
 
     def reorder(self, order: Sequence[int]) -> None:
         """Do nothing: the buckets are sent together."""
 
-    def _mean_in_place(self) -> Tensor:
+    def _average_in_place(self) -> Tensor:
         """Compute the mean by the same operations as `Ring.mean`."""
         vector = self._vector
         total = self._ring.sum(torch.tensor([self._samples], dtype=torch.float64)).item()
@@ -251,7 +251,7 @@ class SharedMemoryMean:
     def mine(self, i: int) -> slice:
         """Return the range of bucket `i` that this rank adds. No other rank reads it from this rank's vector."""
         cut = self._cuts[i]
-        lo, hi = part(cut.stop - cut.start, self._ring.size, self._ring.rank)
+        lo, hi = find_bounds(cut.stop - cut.start, self._ring.size, self._ring.rank)
         return slice(cut.start + lo, cut.start + hi)
 
     def hold(self, i: int, lo: int, data: Tensor) -> None:
@@ -312,7 +312,7 @@ class SharedMemoryMean:
         if self.fault is None and own.start < own.stop:
             total = tensor_of(self._resident.out[own], self._dtype)
             if not is_finite(total):
-                self._set_fault(own.start + first_not_finite(total) * self._dtype.itemsize, held)
+                self._set_fault(own.start + find_not_finite(total) * self._dtype.itemsize, held)
 
     def _set_fault(self, at: int, held: list[tuple[int, Bytes]]) -> None:
         """Set `fault` to the element at byte `at` and the first rank whose summand there is not finite.
@@ -367,7 +367,7 @@ class SentBuckets(_Whole):
         self._ready.add(i)
         while (at := len(self._under_way) - 1) < len(self._order) and self._order[at] in self._ready:
             part = self._vector[self._cuts[self._order[at]]]
-            self._under_way.append(self._ring.collectives.background.start(partial(self._mean, part)))
+            self._under_way.append(self._ring.collectives.background.start(partial(self._average, part)))
 
     def finish(self, marks: Tensor) -> Tensor:
         """Wait for the background sums; return the vector, which now contains the mean."""
@@ -382,7 +382,7 @@ class SentBuckets(_Whole):
         """Send the buckets in this order from the next mean on. All ranks must make the same call between two means."""
         self._order = list(order)
 
-    def _mean(self, part: Tensor) -> None:
+    def _average(self, part: Tensor) -> None:
         """Compute sum(n_i g_i) / sum(n_i) over ranks i with n_i samples, by the same operations as `Ring.mean`."""
         wide = part.float() if part.dtype in HALF else part
         if self._samples:
@@ -407,10 +407,10 @@ class ScatteredBuckets(SentBuckets):
         super().__init__(ring, vector, slices.cuts)
         self._slices = slices
 
-    def _mean(self, part: Tensor) -> None:
+    def _average(self, part: Tensor) -> None:
         ring = self._ring
         own = ring_slice(part.numel(), ring.size, ring.rank)
-        with flat_cpu(part) as flat:
+        with flatten_on_cpu(part) as flat:
             wide = flat.float() if flat.dtype in HALF else flat
             if self._samples:
                 wide.mul_(self._samples)

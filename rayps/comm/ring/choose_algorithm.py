@@ -15,7 +15,7 @@ import torch
 from rayps_client.errors import ConfigError
 from torch import Tensor
 
-from rayps.comm.ring.algorithms import ALGORITHMS, Idle, Subgroup, add, keep_first, largest, ring_with_work
+from rayps.comm.ring.algorithms import ALGORITHMS, Idle, Subgroup, add, keep_first, ring_with_work, take_largest
 from rayps.comm.ring.describe import ProbeRow, RingChoices
 from rayps.comm.ring.mesh import Mesh
 from rayps.comm.ring.shared_memory import SharedMemoryFold, tensor_of
@@ -42,7 +42,7 @@ class Autotuner:
     def __init__(self, mesh: Mesh, algorithm: str, table: RingTable | None, streams: int = 0) -> None:
         self.must_know(algorithm)
         self._mesh = mesh
-        self._hosts, most_streams = _hosts(mesh)
+        self._hosts, most_streams = _find_hosts(mesh)
         mine = next(group for group in self._hosts if mesh.rank in group)
         self._local = SharedMemoryFold(mesh, mine) if len(mine) > 1 else None
         self.shared_memory = self._local if len(self._hosts) == 1 else None
@@ -52,7 +52,7 @@ class Autotuner:
         self.algorithm = algorithm
         self.choices: RingChoices = {
             "algorithm": algorithm,
-            "transport": "shm" if self.shared_memory else _transport(mesh),
+            "transport": "shm" if self.shared_memory else _name_transport(mesh),
             "ranks": mesh.size,
             "hosts": self._hosts,
             "streams": streams or 1,
@@ -90,14 +90,14 @@ class Autotuner:
             (self.shared_memory.one_shot if name == "one_shot" else self.shared_memory.two_shot)(x, kind)
             return
         if name == "hierarchical":
-            self._by_host(x, kind)
+            self._reduce_by_host(x, kind)
             return
         wide = x.float() if x.dtype in _HALF else x
-        ALGORITHMS[name](self._mesh, wide, add if kind == "add" else largest)
+        ALGORITHMS[name](self._mesh, wide, add if kind == "add" else take_largest)
         if wide is not x:
             x.copy_(wide)
 
-    def _by_host(self, x: Tensor, kind: str) -> None:
+    def _reduce_by_host(self, x: Tensor, kind: str) -> None:
         """Reduce within each host, then between one rank of each host in a ring, then copy the result within hosts."""
         wide = x.float() if x.dtype in _HALF else x
         leaders = [group[0] for group in self._hosts]
@@ -114,7 +114,7 @@ class Autotuner:
         if len(leaders) == 1:
             before(wide)
         elif self._mesh.rank == leaders[host]:
-            ring_with_work(Subgroup(self._mesh, leaders), wide, add if kind == "add" else largest, before, after)
+            ring_with_work(Subgroup(self._mesh, leaders), wide, add if kind == "add" else take_largest, before, after)
         else:
             ring_with_work(Idle(host, len(leaders)), wide, keep_first, before, after)
         if wide is not x:
@@ -128,7 +128,7 @@ class Autotuner:
         seconds: dict[int, float] = {}
         for count in _STREAMS:
             self._mesh.use_streams(count)
-            seconds[count] = self._slowest([self._time("ring", _LARGE_PROBE)])[0]
+            seconds[count] = self._find_slowest([self._time("ring", _LARGE_PROBE)])[0]
             if seconds[count] > _SLOW_NETWORK_SECONDS:
                 break
         best = next(count for count in seconds if seconds[count] * _WORTH <= min(seconds.values()))
@@ -147,16 +147,16 @@ class Autotuner:
         slow: set[str] = set()
         for size in _PROBES if self.shared_memory else (*_PROBES, _LARGE_PROBE):
             tried = [name for name in names if name not in slow]
-            times = self._slowest([self._time(name, size) for name in tried])
+            times = self._find_slowest([self._time(name, size) for name in tried])
             seconds = dict(zip(tried, times, strict=True))
-            rows.append({"up_to": 2 * size, "algorithm": fastest(seconds, preferred), "seconds": seconds})
+            rows.append({"up_to": 2 * size, "algorithm": choose_fastest(seconds, preferred), "seconds": seconds})
             slow |= {name for name in tried if seconds[name] > _SLOW_SECONDS and name != rows[-1]["algorithm"]}
         # for vectors above the largest probe, algorithms that send more bytes are relatively slower
         rows[-1]["algorithm"] = next(name for name in tried if seconds[name] * _WORTH <= min(times))
         rows[-1]["up_to"] = None
         return rows
 
-    def _slowest(self, seconds: list[float]) -> list[float]:
+    def _find_slowest(self, seconds: list[float]) -> list[float]:
         """Return the maximum over ranks of each element of `seconds`."""
         times = torch.tensor(seconds, dtype=torch.float64)
         self._mesh.begin()
@@ -176,7 +176,7 @@ class Autotuner:
         return min(times[1:]) if large else statistics.median(times[1:])
 
 
-def fastest(seconds: dict[str, float], preferred: str | None) -> str:
+def choose_fastest(seconds: dict[str, float], preferred: str | None) -> str:
     """Return the name of the fastest candidate, or `preferred` if this candidate is about as fast."""
     least = min(seconds.values())
     if preferred is not None and seconds.get(preferred, math.inf) * _EQUAL <= least:
@@ -195,11 +195,11 @@ def speed_of(choices: RingChoices) -> tuple[float, float] | None:
     return min(table[0]["seconds"].values()), _LARGE_PROBE / min(table[-1]["seconds"].values())
 
 
-def _transport(mesh: Mesh) -> str:
+def _name_transport(mesh: Mesh) -> str:
     return "+".join(sorted(set(mesh.transports.values()))) or "none"
 
 
-def _hosts(mesh: Mesh) -> tuple[list[list[int]], int]:
+def _find_hosts(mesh: Mesh) -> tuple[list[list[int]], int]:
     """Return the ranks grouped by host, and the largest number of streams between any two ranks.
 
     Ranks count as being on one host if they are connected by shared memory. Each rank sends its findings to all others.

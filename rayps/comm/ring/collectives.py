@@ -63,7 +63,7 @@ class Collectives:
         if isinstance(t, Tensor):
             self._fold_one(t, kind, algorithm)
             return t
-        for some in _by_dtype(t):
+        for some in _group_by_dtype(t):
             packed = torch.cat([each.detach().reshape(-1) for each in some])
             self._fold_one(packed, kind, algorithm)
             with torch.no_grad():
@@ -82,14 +82,14 @@ class Collectives:
         start = time.perf_counter()
         try:
             if algorithm is None and (device := self.transport(t)) is not None:
-                with flat_on_device(t) as flat:
+                with flatten_on_device(t) as flat:
                     device.fold(flat, "add" if kind == "add" else "max")
             elif isinstance(self.backend, TorchGroup):
                 self.backend.fold(t.detach(), kind)
             elif t.is_contiguous() and t.device.type == "cpu":
                 self.backend.fold(t.detach().view(-1), kind, algorithm)
             else:
-                with flat_cpu(t) as flat:
+                with flatten_on_cpu(t) as flat:
                     self.backend.fold(flat, kind, algorithm)
         except LinkError as error:
             raise self.mesh.fail(error) from error
@@ -146,7 +146,7 @@ class Collectives:
 
 
 @contextmanager
-def flat_cpu(t: Tensor) -> Iterator[Tensor]:
+def flatten_on_cpu(t: Tensor) -> Iterator[Tensor]:
     """Yield the tensor as one contiguous CPU vector. If the vector is a copy, it is copied back at the end."""
     with torch.no_grad():
         whole = t.detach()
@@ -159,7 +159,7 @@ def flat_cpu(t: Tensor) -> Iterator[Tensor]:
 
 
 @contextmanager
-def flat_on_device(t: Tensor) -> Iterator[Tensor]:
+def flatten_on_device(t: Tensor) -> Iterator[Tensor]:
     """Yield the tensor as one contiguous vector on its device. If that is a copy, it is copied back at the end."""
     with torch.no_grad():
         whole = t.detach()
@@ -176,7 +176,7 @@ def must_add(t: Tensor) -> None:
         raise ConfigError(f"a ring cannot add {t.dtype}: convert the tensor to one of {known}", dtype=str(t.dtype))
 
 
-def _by_dtype(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+def _group_by_dtype(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     """Group the tensors by dtype and device, in order of first occurrence."""
     groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for t in tensors:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from rayps.comm.link import Link
 from rayps.comm.ring.messages import Piece
-from rayps.core.partition import slices
+from rayps.core.partition import cut_slices
 from rayps.core.time.member_times import LineFacts
 
 STRIPE_BYTES = 256 << 10  # a buffer is divided among streams only into parts of at least this many bytes
@@ -98,16 +98,16 @@ class RingConnections(dict[int, Link]):
 
     def stream(self, peer: int, turn: int) -> int:
         """Return the number of the connection for message number `turn` to rank `peer`; streams are used in turn."""
-        return peer + self.size * (turn % self._streams_to(peer))
+        return peer + self.size * (turn % self._count_streams_to(peer))
 
     def stripes(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
         """Divide buffers among streams: convert (rank, buffer) pairs to (connection number, part of buffer) pairs."""
         for peer, buffer in pieces:
-            parts = max(1, min(self._streams_to(peer), len(buffer) // STRIPE_BYTES))
-            for i, cut in enumerate(slices(len(buffer), parts)):
+            parts = max(1, min(self._count_streams_to(peer), len(buffer) // STRIPE_BYTES))
+            for i, cut in enumerate(cut_slices(len(buffer), parts)):
                 yield peer + self.size * i, buffer[cut]
 
-    def _streams_to(self, peer: int) -> int:
+    def _count_streams_to(self, peer: int) -> int:
         return self.streams if self.streams > 1 and self[peer].transport == "tcp" else 1
 
     def clear(self) -> None:

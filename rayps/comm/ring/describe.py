@@ -57,7 +57,7 @@ def _describe_algorithms(choices: RingChoices) -> str:
         return f"{head}{choices['algorithm']}, as {choices.get('why', 'given')}"
     last = [row for i, row in enumerate(table) if i + 1 == len(table) or table[i + 1]["algorithm"] != row["algorithm"]]
     named = [
-        f"{row['algorithm']} up to {_size(row['up_to'])}" if row["up_to"] else f"{row['algorithm']} above"
+        f"{row['algorithm']} up to {_format_size(row['up_to'])}" if row["up_to"] else f"{row['algorithm']} above"
         for row in last
     ]
     if len(named) == 1:
@@ -66,7 +66,7 @@ def _describe_algorithms(choices: RingChoices) -> str:
     return f"{head}{', '.join(named)}; {choices['why']} (the largest probe took {seen})"
 
 
-def _size(count: int) -> str:
+def _format_size(count: int) -> str:
     for unit, size in (("MB", 1 << 20), ("KB", 1 << 10)):
         if count >= size:
             return f"{count / size:g} {unit}"

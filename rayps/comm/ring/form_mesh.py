@@ -8,10 +8,10 @@ from collections.abc import Callable
 from rayps_client.errors import ConfigError, LinkError, PeerTimeout, StaleGeneration
 
 from rayps.comm.link import Link, Listener, Prefer, connect
-from rayps.comm.link.socket_link import deadline_left
+from rayps.comm.link.socket_link import measure_time_left
 from rayps.comm.ring.connections import Place
 from rayps.comm.ring.mesh import Mesh
-from rayps.comm.ring.messages import ranks
+from rayps.comm.ring.messages import format_ranks
 
 MOST_STREAMS = 16
 TRIED_STREAMS = 4  # number of streams that are opened between two ranks to measure the best number
@@ -85,16 +85,16 @@ def link_up(
     def call(peer: int, stream: int) -> Link:
         return connect(
             addresses[peer],
-            name=_name(label, rank, stream),
+            name=_name_peer(label, rank, stream),
             secret=secret,
             generation=generation,
-            timeout=deadline_left(deadline),
+            timeout=measure_time_left(deadline),
             prefer="tcp" if stream else prefer,
             check=formation.check,
         )
 
     def accept(want: Callable[[str], bool]) -> Link:
-        return listener.accept(generation, deadline_left(deadline), want, formation.check)
+        return listener.accept(generation, measure_time_left(deadline), want, formation.check)
 
     try:
         for peer in range(rank):
@@ -109,7 +109,7 @@ def link_up(
     return Mesh(rank, size, links, timeout)
 
 
-def _name(label: str, rank: int, stream: int) -> str:
+def _name_peer(label: str, rank: int, stream: int) -> str:
     return f"{label}:{rank}" + (f":{stream}" if stream else "")
 
 
@@ -121,14 +121,14 @@ def _accept_above(
 ) -> None:
     """Accept the connections of all ranks in `above`. Raises PeerTimeout, which names the missing ranks."""
     label, timeout, streams = whom
-    names: dict[str, Place] = {_name(label, peer, 0): (peer, 0) for peer in above}
+    names: dict[str, Place] = {_name_peer(label, peer, 0): (peer, 0) for peer in above}
     while missing := sorted({place[0] for place in names.values() if place not in links}):
         try:
             link = accept(names.__contains__)
         except PeerTimeout as error:
             raise PeerTimeout(
-                f"ring {label!r}: {ranks(missing)} did not join within {timeout:g} s (the knob is `timeout`)",
-                peer=ranks(missing),
+                f"ring {label!r}: {format_ranks(missing)} did not join within {timeout:g} s (the knob is `timeout`)",
+                peer=format_ranks(missing),
                 seconds=timeout,
                 missing=missing,
             ) from error
@@ -141,4 +141,4 @@ def _accept_above(
             )
         links[peer, stream] = link
         if stream == 0 and link.transport == "tcp":
-            names.update({_name(label, peer, more): (peer, more) for more in range(1, streams)})
+            names.update({_name_peer(label, peer, more): (peer, more) for more in range(1, streams)})

@@ -109,7 +109,7 @@ class MemberMeans:
                     seconds=most,
                 )
             if not self._results:
-                raise self._raised()
+                raise self._copy_error()
             found = self._results.popleft()
             self._spare.append(found.mean)
             self._changed.notify_all()
@@ -135,7 +135,7 @@ class MemberMeans:
         assert self._agreement is not None, "start() sets it"
         try:
             while walk.step < end and not self._closed:
-                self._one_step(walk, self._agreement)
+                self._run_step(walk, self._agreement)
         except BaseException as error:  # raised in the main thread, when it asks for a mean
             with self._changed:
                 self._error = error
@@ -143,7 +143,7 @@ class MemberMeans:
         finally:
             self._agreement.close()
 
-    def _one_step(self, walk: PortionsWalk, agreement: MemberAgreement) -> None:
+    def _run_step(self, walk: PortionsWalk, agreement: MemberAgreement) -> None:
         step, mine = walk.step, self._ring.rank in walk.now.holders
 
         def ready() -> bool:
@@ -182,7 +182,7 @@ class MemberMeans:
             self._changed.notify_all()
             self._changed.wait_for(lambda: len(self._results) < MOST_MISSED or self._closed)
 
-    def _raised(self) -> BaseException:
+    def _copy_error(self) -> BaseException:
         error = self._error
         assert error is not None, "the thread has failed"
         return type(error)(error.message, **error.data) if isinstance(error, LinkError) else error

@@ -30,8 +30,8 @@ from rayps.comm.ring.messages import (
     Want,
     abort_error,
     abort_message,
+    format_ranks,
     must_match,
-    ranks,
 )
 from rayps.core.time.member_times import LineFacts
 
@@ -200,7 +200,7 @@ class Mesh:
         alone, start = not self._inside, time.perf_counter()
         with self.guarded():
             # within a relay, sending must continue, and all connections are polled below; else this poll is enough
-            signalled = alone and self._links.only_wakeup(wakeup, self._seconds_before_ask())
+            signalled = alone and self._links.only_wakeup(wakeup, self._find_seconds_before_ask())
             self._quiet = time.perf_counter() - start
             self.seconds_waiting += self._quiet
             if signalled:
@@ -211,7 +211,7 @@ class Mesh:
                 ):  # a rank that signalled before it left has taken part
                     if not self._pause(set(), {}, wakeup):
                         return
-                raise self._gone(min(gone))
+                raise self._explain_gone(min(gone))
 
     def await_early(self, wakeup: int, done: Callable[[], bool]) -> None:
         """Store early messages of other ranks until `done()` returns True, which may take any time.
@@ -244,7 +244,7 @@ class Mesh:
                     self._sleep(set(), {}, 0)
                     listened = now
                 now = time.perf_counter()
-                if now - start > self._seconds_before_ask():
+                if now - start > self._find_seconds_before_ask():
                     raise self._find_silent(set(self._links.ranks))
         self.seconds_waiting += time.perf_counter() - start
 
@@ -306,9 +306,9 @@ class Mesh:
         Return False if the eventfd, or a connection in `sending` or `wants`, was ready. Raises PeerTimeout if there is
         no progress until the timeout.
         """
-        waited = self._sleep(sending, wants, self._seconds_before_ask() - self._quiet, wakeup)
+        waited = self._sleep(sending, wants, self._find_seconds_before_ask() - self._quiet, wakeup)
         self._quiet = 0.0 if waited < 0 else self._quiet + waited
-        if self._quiet >= self._seconds_before_ask():
+        if self._quiet >= self._find_seconds_before_ask():
             raise self._find_silent(sending | set(wants))
         return waited >= 0
 
@@ -325,7 +325,7 @@ class Mesh:
                 assert not isinstance(into, list), "only a message of kind PARCEL is appended to a list"
                 return link.try_recv(into) is not None
             if head.kind == RingMessage.BYE:
-                raise self._gone(peer)
+                raise self._explain_gone(peer)
             if head.kind == RingMessage.DATA:
                 raise LinkError(
                     f"{link.peer} is in a collective while this rank waits for a message with tag {tag} from it: "
@@ -349,13 +349,13 @@ class Mesh:
             self._left.add(peer)
         self._heard.add(peer)
 
-    def _gone(self, peer: int) -> PeerLost:
+    def _explain_gone(self, peer: int) -> PeerLost:
         who = self._links[peer].peer
         return PeerLost(f"{who} has closed the ring, and this rank still waits for data from it", peer=who)
 
     # Waiting
 
-    def _seconds_before_ask(self) -> float:
+    def _find_seconds_before_ask(self) -> float:
         return self.timeout - min(GRACE_SECONDS, self.timeout / 4)
 
     def _sleep(self, sending: set[int], wants: dict[int, Want], seconds: float, wakeup: int = -1) -> float:
@@ -406,7 +406,7 @@ class Mesh:
         for peer in asked:
             self._links[peer].queue(Message(RingMessage.ASK))
             self._links.watch(peer, _IN)
-        end = time.monotonic() + self.timeout - self._seconds_before_ask()
+        end = time.monotonic() + self.timeout - self._find_seconds_before_ask()
         while (left := end - time.monotonic()) > 0 and asked - self._heard - self._left:
             for fd, _ in self._links.poll.poll(max(1, math.ceil(left * 1000))):
                 peer = self._links.at(fd)
@@ -416,7 +416,7 @@ class Mesh:
                     for message in self._links[peer].feed():
                         self._process_unawaited(peer, message)
         blamed = asked - self._heard - self._left or self._left & awaited or awaited
-        who = ranks(sorted({key % self.size for key in blamed}))
+        who = format_ranks(sorted({key % self.size for key in blamed}))
         return PeerTimeout(
             f"{who} did not take part within {self.timeout:g} s (the knob is `timeout`)", peer=who, seconds=self.timeout
         )

@@ -114,7 +114,7 @@ def fill(into: Buffer, payload: Buffer, peer: int) -> None:
         target[:] = payload
 
 
-def ranks(some: Iterable[int]) -> str:
+def format_ranks(some: Iterable[int]) -> str:
     """Format rank numbers as text: `rank 2`, or `ranks 2, 3`."""
     some = list(some)
     return f"rank{'s' if len(some) != 1 else ''} {', '.join(map(str, some))}"

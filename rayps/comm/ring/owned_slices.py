@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rayps.comm.ring.algorithms import ring_all_gather, ring_slice
-from rayps.comm.ring.collectives import flat_cpu
+from rayps.comm.ring.collectives import flatten_on_cpu
 from rayps.comm.ring.device.device_transport import DeviceTransport
 from rayps.comm.ring.ring import Ring
 from rayps.comm.ring.shared_memory import tensor_of
@@ -74,7 +74,7 @@ class OwnedSlices:
             if device is not None:
                 self._gather_on(device, vector)
                 return
-            with flat_cpu(vector) as flat:
+            with flatten_on_cpu(vector) as flat:
                 for cut in self.cuts:
                     ring.collectives.mesh.begin()  # ranks may have sent different numbers of segments before
                     ring_all_gather(ring.collectives.mesh, flat[cut])

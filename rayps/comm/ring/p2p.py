@@ -99,8 +99,8 @@ class PointToPoint:
         queued to rank `to`. Raises PeerLost if a rank is lost, PeerTimeout if rank `to` does not receive in time.
         """
         number, header, new = self._describe(to, tensors, form)
-        head = _packed(header) if new else b""
-        payload = _bytes_of(tensors, header, head)
+        head = _pack(header) if new else b""
+        payload = _collect_bytes(tensors, header, head)
         message = Message(RingMessage.PARCEL, tag=tag, a=number, b=len(head))
         with self._mesh.guarded():
             link = self._mesh.link(to)
@@ -125,7 +125,7 @@ class PointToPoint:
             if not self._poll_briefly(frm, want):
                 self._wait(set(), {frm: want})
             message = found[0]
-            header = self._header_of(frm, message)
+            header = self._read_header(frm, message)
         body = memoryview(message.payload)[message.b :]
         if len(body) != header.size:
             raise LinkError(
@@ -203,10 +203,10 @@ class PointToPoint:
         known[key] = (len(known), header)
         return len(known) - 1, header, True
 
-    def _header_of(self, frm: int, message: Message) -> TensorHeader:
+    def _read_header(self, frm: int, message: Message) -> TensorHeader:
         known = self._received.setdefault(frm, {})
         if message.b:
-            header = _unpacked(bytes(message.payload[: message.b]))
+            header = _unpack(bytes(message.payload[: message.b]))
             if message.a >= 0:
                 known[message.a] = header
             return header
@@ -214,7 +214,7 @@ class PointToPoint:
         if message.a not in known:
             for other in self._mesh.early.waiting(frm, RingMessage.PARCEL):
                 if other.b and other.a >= 0:
-                    self._header_of(frm, other)
+                    self._read_header(frm, other)
         return known[message.a]
 
     # Sending while this rank computes
@@ -264,21 +264,21 @@ class PointToPoint:
         self._due.set()
 
 
-def _bytes_of(tensors: Sequence[Tensor], header: TensorHeader, head: bytes) -> Buffer:
+def _collect_bytes(tensors: Sequence[Tensor], header: TensorHeader, head: bytes) -> Buffer:
     """Return a message's payload: the memory of the tensor if there is one tensor and no `head`, else a copy of all."""
     if not head and len(tensors) == 1:
-        return _raw(tensors[0])
+        return _view_bytes(tensors[0])
     whole = torch.empty(len(head) + header.size, dtype=torch.uint8)
     into = whole.numpy().data
     into[: len(head)] = head
     for t, (*_, offset) in zip(tensors, header.parts, strict=True):
         if t.numel():
             at = len(head) + offset
-            into[at : at + t.nbytes] = _raw(t)
+            into[at : at + t.nbytes] = _view_bytes(t)
     return into
 
 
-def _raw(t: Tensor) -> memoryview:
+def _view_bytes(t: Tensor) -> memoryview:
     if not t.numel():
         return memoryview(b"")
     flat = t.detach()
@@ -287,13 +287,13 @@ def _raw(t: Tensor) -> memoryview:
     return flat.contiguous().view(-1).view(torch.uint8).numpy().data
 
 
-def _packed(header: TensorHeader) -> bytes:
+def _pack(header: TensorHeader) -> bytes:
     """Return the description as JSON, padded to a multiple of `_ALIGN` bytes."""
     parts = [[_CODES[dtype], list(shape), wants, offset] for dtype, shape, wants, offset in header.parts]
     text = json.dumps([header.form, parts, header.size]).encode()
     return text.ljust(-(-len(text) // _ALIGN) * _ALIGN)
 
 
-def _unpacked(raw: bytes) -> TensorHeader:
+def _unpack(raw: bytes) -> TensorHeader:
     form, parts, size = json.loads(raw)
     return TensorHeader(form, tuple((_DTYPES[code], tuple(shape), wants, at) for code, shape, wants, at in parts), size)

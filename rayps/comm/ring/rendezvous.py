@@ -14,8 +14,8 @@ from rayps_client.errors import ConfigError, LinkError, PeerTimeout
 
 from rayps.cluster.local import KeyValues, host_address, rendezvous
 from rayps.comm.link import Link, Listener, Message, connect
-from rayps.comm.link.socket_link import deadline_left
-from rayps.comm.ring.messages import ranks
+from rayps.comm.link.socket_link import measure_time_left
+from rayps.comm.ring.messages import format_ranks
 
 _READ_SECONDS = 0.02  # seconds between two reads of the map
 _TRY_SECONDS = 2.0  # seconds for one attempt to reach rank 0; the address in the map may be that of an earlier group
@@ -39,7 +39,7 @@ def find_ranks(name: str, rank: int, size: int, timeout: float, host: str | None
     return _join(name, rank, values, host, (timeout, deadline))
 
 
-def _key(name: str) -> str:
+def _make_key(name: str) -> str:
     return f"rayps/comm/ring/{name}"
 
 
@@ -49,12 +49,12 @@ def _collect(name: str, size: int, values: KeyValues, host: str, until: tuple[fl
     listener = Listener("rank 0", secret, generation, host)
     found: dict[int, tuple[str, Link]] = {}
     try:
-        values.put(_key(name), f"{listener.address}\n{generation}\n{secret.hex()}".encode())
+        values.put(_make_key(name), f"{listener.address}\n{generation}\n{secret.hex()}".encode())
         while len(found) < size - 1:
             _accept_rank(listener, generation, found, deadline)
     except PeerTimeout:
         missing = [peer for peer in range(1, size) if peer not in found]
-        error = _missing(name, missing, timeout)
+        error = _explain_missing(name, missing, timeout)
         for _, link in found.values():
             _send_and_close(link, Message(_MISSING, payload=bytearray(error.message.encode())))
         listener.close()
@@ -63,7 +63,7 @@ def _collect(name: str, size: int, values: KeyValues, host: str, until: tuple[fl
         listener.close()
         raise
     finally:
-        values.delete(_key(name))
+        values.delete(_make_key(name))
     addresses = [listener.address] + [found[peer][0] for peer in range(1, size)]
     table = bytearray("\n".join(addresses).encode())
     for _, link in found.values():
@@ -72,7 +72,7 @@ def _collect(name: str, size: int, values: KeyValues, host: str, until: tuple[fl
 
 
 def _accept_rank(listener: Listener, generation: int, found: dict[int, tuple[str, Link]], deadline: float) -> None:
-    link = listener.accept(generation, deadline_left(deadline), lambda peer: peer.startswith("join:"))
+    link = listener.accept(generation, measure_time_left(deadline), lambda peer: peer.startswith("join:"))
     try:
         message = link.recv(_TRY_SECONDS)
     except LinkError:
@@ -92,8 +92,8 @@ def _send_and_close(link: Link, message: Message) -> None:
 
 def _join(name: str, rank: int, values: KeyValues, host: str, until: tuple[float, float]) -> FoundRanks:
     timeout, deadline = until
-    while deadline_left(deadline):
-        value = values.get(_key(name))
+    while measure_time_left(deadline):
+        value = values.get(_make_key(name))
         if value is None:
             time.sleep(_READ_SECONDS)
             continue
@@ -104,7 +104,7 @@ def _join(name: str, rank: int, values: KeyValues, host: str, until: tuple[float
             raise PeerTimeout(str(error), peer="rank 0", seconds=timeout) from None
         except LinkError:
             time.sleep(_READ_SECONDS)  # the address may be that of an earlier group that has ended: read the map again
-    raise _missing(name, [0], timeout)
+    raise _explain_missing(name, [0], timeout)
 
 
 class _RanksMissing(Exception):
@@ -113,13 +113,13 @@ class _RanksMissing(Exception):
 
 def _call(rank: int, contact: tuple[str, bytes, int], host: str, deadline: float) -> FoundRanks:
     address, secret, generation = contact
-    timeout = min(_TRY_SECONDS, deadline_left(deadline))
+    timeout = min(_TRY_SECONDS, measure_time_left(deadline))
     link = connect(address, name=f"join:{rank}", secret=secret, generation=generation, timeout=timeout)
     listener = Listener(f"rank {rank}", secret, generation, host)
     try:
         with link:
             link.send(Message(_ADDRESS, a=rank), listener.address.encode(), timeout=timeout)
-            answer = link.recv(deadline_left(deadline) + _TRY_SECONDS)
+            answer = link.recv(measure_time_left(deadline) + _TRY_SECONDS)
         text = bytes(answer.payload).decode()
         if answer.kind == _MISSING:
             raise _RanksMissing(text)
@@ -129,10 +129,10 @@ def _call(rank: int, contact: tuple[str, bytes, int], host: str, deadline: float
         raise
 
 
-def _missing(name: str, missing: list[int], timeout: float) -> PeerTimeout:
+def _explain_missing(name: str, missing: list[int], timeout: float) -> PeerTimeout:
     return PeerTimeout(
-        f"ring {name!r}: {ranks(missing)} did not join within {timeout:g} s (the knob is `timeout`)",
-        peer=ranks(missing),
+        f"ring {name!r}: {format_ranks(missing)} did not join within {timeout:g} s (the knob is `timeout`)",
+        peer=format_ranks(missing),
         seconds=timeout,
         missing=missing,
     )

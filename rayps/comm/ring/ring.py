@@ -16,9 +16,17 @@ from torch import Tensor
 
 from rayps.comm.link import Listener, Prefer, parse_address
 from rayps.comm.ring import algorithms as ring_algorithms
-from rayps.comm.ring.algorithms import raw
+from rayps.comm.ring.algorithms import view_bytes
 from rayps.comm.ring.choose_algorithm import Autotuner
-from rayps.comm.ring.collectives import HALF, CollectiveHandle, Collectives, Tensors, flat_cpu, flat_on_device, must_add
+from rayps.comm.ring.collectives import (
+    HALF,
+    CollectiveHandle,
+    Collectives,
+    Tensors,
+    flatten_on_cpu,
+    flatten_on_device,
+    must_add,
+)
 from rayps.comm.ring.describe import RingChoices, describe
 from rayps.comm.ring.device.choose_gpu_transport import GpuTransport
 from rayps.comm.ring.device.device_transport import DeviceTransport
@@ -28,7 +36,7 @@ from rayps.comm.ring.mesh import Mesh
 from rayps.comm.ring.p2p import PointToPoint
 from rayps.comm.ring.rendezvous import find_ranks
 from rayps.comm.ring.shared_memory import tensor_of
-from rayps.comm.ring.shared_progress import Progress, common
+from rayps.comm.ring.shared_progress import Progress, make_common
 from rayps.comm.ring.torch_groups import TorchGroup
 from rayps.core.job.records import RingTable
 from rayps.core.time.member_times import LineFacts
@@ -251,7 +259,7 @@ class Ring:
             if x.dtype in HALF:
                 return x.copy_(self.sum(x.float()).div_(self.size))
             return self.sum(x).div_(self.size)
-        return self._mean_over_samples(x)
+        return self._average_over_samples(x)
 
     def total(self, t: Tensor) -> Tensor:
         """Return the sum over ranks. If `t` is in memory of `buffer`, the sum is not written back to `t`.
@@ -292,7 +300,7 @@ class Ring:
         All ranks must call `common` with the same arguments. Raises ConfigError if the ranks are on several hosts.
         """
         with self.collectives.collective():
-            return common(self.collectives.mesh, self.collectives.shared_memory, n, dtype)
+            return make_common(self.collectives.mesh, self.collectives.shared_memory, n, dtype)
 
     def progress(self) -> Progress:
         """Return counters in shared memory: how many rounds each rank has completed.
@@ -307,10 +315,10 @@ class Ring:
         self._must_be_rank(root)
         shared_memory, device = self.collectives.shared_memory, self.collectives.transport(t)
         if device is not None:
-            with self.collectives.collective(), flat_on_device(t) as flat:
+            with self.collectives.collective(), flatten_on_device(t) as flat:
                 device.broadcast(flat, root)
             return t
-        with self.collectives.collective(), flat_cpu(t) as flat:
+        with self.collectives.collective(), flatten_on_cpu(t) as flat:
             if shared_memory is not None:
                 shared_memory.spread(flat, root)
             elif self.size > 1:
@@ -333,7 +341,7 @@ class Ring:
     def reduce_scatter(self, t: Tensor) -> Tensor:
         """Return this rank's slice of the sum over ranks of the flattened `t`. `t` does not change.
 
-        `partition.slices` gives each rank's slice.
+        `partition.cut_slices` gives each rank's slice.
         """
         must_add(t)
         device = self.collectives.transport(t)
@@ -362,18 +370,18 @@ class Ring:
             if device is not None:
                 device.send(t.detach().reshape(-1), to, tag)
                 return
-            self.collectives.mesh.send(to, tag, raw(t.detach().reshape(-1).cpu()))
+            self.collectives.mesh.send(to, tag, view_bytes(t.detach().reshape(-1).cpu()))
 
     def recv(self, t: Tensor, frm: int, tag: int = 0) -> Tensor:
         """Fill `t` with the next tensor that rank `frm` sent with `tag`; return `t`."""
         self._must_be_another(frm)
         device = self.collectives.transport(t)
         if device is not None:
-            with self.collectives.timed(), flat_on_device(t) as flat:
+            with self.collectives.timed(), flatten_on_device(t) as flat:
                 device.recv(flat, frm, tag)
             return t
-        with self.collectives.timed(), flat_cpu(t) as flat:
-            self.collectives.mesh.recv(frm, tag, raw(flat))
+        with self.collectives.timed(), flatten_on_cpu(t) as flat:
+            self.collectives.mesh.recv(frm, tag, view_bytes(flat))
         return t
 
     @property
@@ -402,7 +410,7 @@ class Ring:
 
     # Parts
 
-    def _mean_over_samples(self, x: Gradient) -> Tensor:
+    def _average_over_samples(self, x: Gradient) -> Tensor:
         vector: Tensor = x.vector
         packed: Tensor | None = getattr(x, "packed", None)
         if packed is None or vector.dtype in HALF:  # half precision has too few digits for a count of samples

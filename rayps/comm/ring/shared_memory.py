@@ -22,7 +22,7 @@ from rayps.comm.link.memory import Memory
 from rayps.comm.link.shared_memory_link import SharedLink
 from rayps.comm.ring.barrier import WORDS, Barrier
 from rayps.comm.ring.mesh import Mesh
-from rayps.core.partition import part
+from rayps.core.partition import find_bounds
 
 PIECE_BYTES = 1 << 20  # a vector is copied to and from shared memory in parts of this size, which stay in the cache
 _MANY_BYTES = 1 << 19  # size of the parts of a vector of several parts: both halves of all ranks must stay in the cache
@@ -75,7 +75,7 @@ class SharedMemoryFold:
 
     # Setting up
 
-    def _link(self, peer: int) -> SharedLink:
+    def _find_link(self, peer: int) -> SharedLink:
         link = self._mesh.link(peer)
         assert isinstance(link, SharedLink)
         return link
@@ -84,22 +84,25 @@ class SharedMemoryFold:
         """Allocate `size` bytes of shared memory on each rank of the group; return it in the order of ranks."""
         mine = Memory.create(size)
         for peer in self._others:
-            self._link(peer).offer(key, mine)
+            self._find_link(peer).offer(key, mine)
         self._sync()
         mine.close_descriptor()
-        return [_bytes(mine if rank == self._mesh.rank else self._link(rank).memories.pop(key)) for rank in self._group]
+        return [
+            _view_bytes(mine if rank == self._mesh.rank else self._find_link(rank).memories.pop(key))
+            for rank in self._group
+        ]
 
     def _share_one(self, key: int, size: int) -> Bytes:
         """Return `size` bytes of memory that the first rank of the group allocates and all ranks share."""
         if self._place:
             self._sync()
-            return _bytes(self._link(self._group[0]).memories.pop(key))
+            return _view_bytes(self._find_link(self._group[0]).memories.pop(key))
         memory = Memory.create(size)
         for peer in self._others:
-            self._link(peer).offer(key, memory)
+            self._find_link(peer).offer(key, memory)
         self._sync()
         memory.close_descriptor()
-        return _bytes(memory)
+        return _view_bytes(memory)
 
     def _exchange_wakeups(self) -> tuple[list[int], list[list[int]]]:
         """Create this rank's two eventfds and exchange them with the other ranks.
@@ -110,14 +113,14 @@ class SharedMemoryFold:
         try:
             for peer in self._others:
                 for parity, wakeup in enumerate(mine):
-                    self._link(peer).offer_descriptor(_WAKEUPS + parity, wakeup)
+                    self._find_link(peer).offer_descriptor(_WAKEUPS + parity, wakeup)
             self._sync()
         except BaseException:
             for wakeup in mine:
                 os.close(wakeup)
             raise
         return mine, [
-            [self._link(peer).descriptors.pop(_WAKEUPS + parity) for peer in self._others] for parity in (0, 1)
+            [self._find_link(peer).descriptors.pop(_WAKEUPS + parity) for peer in self._others] for parity in (0, 1)
         ]
 
     def _sync(self) -> None:
@@ -208,7 +211,7 @@ class SharedMemoryFold:
 
     def one_shot(self, x: Tensor, fold: str) -> None:
         """Reduce with one barrier for each part. Every rank adds all data, N times the additions of `two_shot`."""
-        data = _data(x)
+        data = _view_data(x)
         for a in range(0, max(1, len(data)), PIECE_BYTES):
             piece = data[a : a + PIECE_BYTES]
             parity = self.parity
@@ -223,14 +226,14 @@ class SharedMemoryFold:
         """
         if x.numel() == 0:
             return
-        data, width = _data(x), x.element_size()
+        data, width = _view_data(x), x.element_size()
         step = PIECE_BYTES if len(data) <= PIECE_BYTES else _MANY_BYTES
         pieces = [slice(a, min(a + step, len(data))) for a in range(0, len(data), step)]
         self._put(data[pieces[0]], len(data), 2)
         for i, piece in enumerate(pieces):
             parity = 1 - self.parity
             size = piece.stop - piece.start
-            lo, hi = part(size // width, len(self._group), self._place)
+            lo, hi = find_bounds(size // width, len(self._group), self._place)
             own = slice(lo * width, hi * width)
             self.bytes_shared += self.bytes_by_two_shot(size)
             fold_parts([slots[parity][own] for slots in self._slots], self._out[parity][own], x.dtype, fold)
@@ -242,7 +245,7 @@ class SharedMemoryFold:
 
     def spread(self, x: Tensor, root: int = 0) -> None:
         """Copy the vector of the rank whose index in the group is `root` into `x` on all ranks."""
-        data = _data(x)
+        data = _view_data(x)
         for a in range(0, max(1, len(data)), PIECE_BYTES):
             piece = data[a : a + PIECE_BYTES]
             parity = self.parity
@@ -286,7 +289,7 @@ class SharedMemoryFold:
         announced = self.meet(3 if weight is None else 4, size, where, 0.0 if weight is None else weight)
         weights = None if weight is None else announced
         width = dtype.itemsize
-        lo, hi = part(size // width, len(self._group), self._place)
+        lo, hi = find_bounds(size // width, len(self._group), self._place)
         own = slice(offset + lo * width, offset + hi * width)
         fold_parts([each[own] for each in resident.parts], resident.out[own], dtype, fold, weights)
         self.bytes_shared += self.bytes_by_two_shot(size)
@@ -299,11 +302,11 @@ class SharedMemoryFold:
         self.residents.clear()
 
 
-def _bytes(memory: Memory) -> Bytes:
+def _view_bytes(memory: Memory) -> Bytes:
     return np.frombuffer(memory.view, dtype=np.uint8)
 
 
-def _data(x: Tensor) -> Bytes:
+def _view_data(x: Tensor) -> Bytes:
     return x.view(torch.uint8).numpy() if x.numel() else np.empty(0, np.uint8)
 
 

@@ -16,7 +16,7 @@ _READ_SECONDS = 0.005  # seconds between two reads of the other ranks' counters
 _STRIDE = 8  # int64 words from one rank's counter to the next: each has its own cache line, which makes writes fast
 
 
-def common(mesh: Mesh, shared_memory: SharedMemoryFold | None, n: int, dtype: torch.dtype) -> Tensor:
+def make_common(mesh: Mesh, shared_memory: SharedMemoryFold | None, n: int, dtype: torch.dtype) -> Tensor:
     """Return a vector of `n` zeros in memory that all ranks share. All ranks must make the same call.
 
     Raises:
@@ -39,7 +39,7 @@ class Progress:
 
     def __init__(self, mesh: Mesh, shared_memory: SharedMemoryFold | None) -> None:
         self._mesh = mesh
-        words = common(mesh, shared_memory, mesh.size * _STRIDE, torch.int64)
+        words = make_common(mesh, shared_memory, mesh.size * _STRIDE, torch.int64)
         self._words = words.numpy()[::_STRIDE]
 
     def reach(self, rounds: int) -> None:

@@ -68,7 +68,7 @@ def hash_of(archive: bytes) -> str:
     return hashlib.sha256(archive).hexdigest()
 
 
-def archive_path(state_dir: Path, code: str) -> Path:
+def locate_archive(state_dir: Path, code: str) -> Path:
     """Return the file of the archive named `code` in a service's state directory."""
     return state_dir / FOLDER / f"{code}.tar"
 
@@ -84,7 +84,7 @@ def read(file: BinaryIO, most_bytes: int) -> list[str]:
     Raises:
         ConfigError: the file is no archive, or contains something that `unpack` refuses.
     """
-    return [member.name for member in _members(file, most_bytes)[1]]
+    return [member.name for member in _read_members(file, most_bytes)[1]]
 
 
 def unpack(archive: bytes, folder: Path, most_bytes: int | None = None) -> None:
@@ -94,7 +94,7 @@ def unpack(archive: bytes, folder: Path, most_bytes: int | None = None) -> None:
         ConfigError: the bytes are no archive, or a member's path or link leaves the folder, or a member is neither a
             file nor a link, or the limits are exceeded. Nothing is written then.
     """
-    tar, members = _members(io.BytesIO(archive), len(archive) if most_bytes is None else most_bytes)
+    tar, members = _read_members(io.BytesIO(archive), len(archive) if most_bytes is None else most_bytes)
     for member in (each for each in members if each.isreg()):
         path = folder / member.name
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -110,7 +110,7 @@ def unpack(archive: bytes, folder: Path, most_bytes: int | None = None) -> None:
         path.symlink_to(member.linkname)
 
 
-def leaves(path: str, link: str) -> str | None:
+def check_link(path: str, link: str) -> str | None:
     """Return why the target of the symbolic link at `path` is refused, or None if it stays inside of the archive.
 
     `..` is accepted at the beginning of a target only, where it is resolved from the link's own folder. After another
@@ -142,25 +142,25 @@ class _Tree:
     def _add(self, path: str, link: str | None) -> None:
         parts = path.split("/")
         if not path or any(part in ("", ".", "..") for part in parts) or "\0" in path:
-            raise _refused(f"the path {path!r:.200} is not a plain path inside of the archive")
+            raise _explain_refusal(f"the path {path!r:.200} is not a plain path inside of the archive")
         if max(len(os.fsencode(path)), len(os.fsencode(link or ""))) > _LONGEST_PATH:
-            raise _refused(f"the path {path[:60]!r}... or its link has more than {_LONGEST_PATH} bytes")
+            raise _explain_refusal(f"the path {path[:60]!r}... or its link has more than {_LONGEST_PATH} bytes")
         names = [*parts, *(link or "").split("/")]
         if (longest := max(names, key=_bytes_of)) and _bytes_of(longest) > _LONGEST_NAME:
-            raise _refused(
+            raise _explain_refusal(
                 f"{longest[:60]!r}... in the path {path[:60]!r} or its link has {_bytes_of(longest)} bytes, and a name "
                 f"may have {_LONGEST_NAME}"
             )
         if has_controls(path) or has_controls(link or ""):
-            raise _refused(
+            raise _explain_refusal(
                 f"the path {path!r:.200} or its link has a control character, such as a line end: rename the file, or "
                 "list it in .raypsignore"
             )
-        if link is not None and (not link or "\0" in link or (why := leaves(path, link)) is not None):
-            raise _refused(f"the link {path!r:.200} -> {link!r:.200} {why if link else 'is empty'}")
+        if link is not None and (not link or "\0" in link or (why := check_link(path, link)) is not None):
+            raise _explain_refusal(f"the link {path!r:.200} -> {link!r:.200} {why if link else 'is empty'}")
         above = [posixpath.join(*parts[:count]) for count in range(1, len(parts))]
         if path in self._leaves or path in self._folders or not self._leaves.isdisjoint(above):
-            raise _refused(f"the path {path!r:.200} occurs twice, or below a file or a link")
+            raise _explain_refusal(f"the path {path!r:.200} occurs twice, or below a file or a link")
         self._leaves.add(path)
         self._folders.update(above)
 
@@ -169,35 +169,35 @@ def _bytes_of(name: str) -> int:
     return len(os.fsencode(name))
 
 
-def _members(file: BinaryIO, most_bytes: int) -> tuple[tarfile.TarFile, list[tarfile.TarInfo]]:
+def _read_members(file: BinaryIO, most_bytes: int) -> tuple[tarfile.TarFile, list[tarfile.TarInfo]]:
     tree, size, end = _Tree(), 0, 0
     found: list[tarfile.TarInfo] = []
     try:
         tar = tarfile.open(fileobj=file, mode="r:")  # noqa: SIM115  the caller reads from it; never compressed
         while (member := tar.next()) is not None:
             if member.type not in (tarfile.REGTYPE, tarfile.SYMTYPE) or member.sparse is not None:
-                raise _refused(f"{member.name!r:.200} is neither a file nor a symbolic link")
+                raise _explain_refusal(f"{member.name!r:.200} is neither a file nor a symbolic link")
             if member.size < 0 or member.offset < end:  # tarfile follows a size from a header wherever it leads
-                raise _refused(f"{member.name!r:.200} overlaps another member: a size in its header is wrong")
+                raise _explain_refusal(f"{member.name!r:.200} overlaps another member: a size in its header is wrong")
             end = member.offset_data + member.size
             tree.add_all([(member.name, member.linkname if member.issym() else None)])
             found.append(member)
             size += member.size
             if len(found) > MOST_FILES:
-                raise _refused(f"it has more than {MOST_FILES} files")
-            if size > most_bytes or end > _length(file):
-                raise _refused(f"its files have more than {most_bytes} bytes, or it is cut off")
+                raise _explain_refusal(f"it has more than {MOST_FILES} files")
+            if size > most_bytes or end > _measure_length(file):
+                raise _explain_refusal(f"its files have more than {most_bytes} bytes, or it is cut off")
     except (tarfile.TarError, ValueError, EOFError, OSError, OverflowError, MemoryError) as error:
-        raise _refused(f"it is not a tar file: {error}") from error
+        raise _explain_refusal(f"it is not a tar file: {error}") from error
     return tar, found
 
 
-def _length(file: BinaryIO) -> int:
+def _measure_length(file: BinaryIO) -> int:
     at = file.tell()
     end = file.seek(0, os.SEEK_END)
     file.seek(at)
     return end
 
 
-def _refused(why: str) -> ConfigError:
+def _explain_refusal(why: str) -> ConfigError:
     return ConfigError(f"the code archive is refused: {why}", field=FIELD)

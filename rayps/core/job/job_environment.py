@@ -17,7 +17,7 @@ from typing import Self
 from rayps_client.errors import ConfigError
 from rayps_client.values import Json, Keywords
 
-from rayps.core.job.requirements import refused_requirement
+from rayps.core.job.requirements import explain_refusal
 
 MOST_VARIABLES, MOST_BYTES = 100, 100_000  # of one job; bytes of names and values together, and of a file
 NAMES = ("requirements", "env")  # the fields of a job
@@ -45,7 +45,7 @@ class JobEnvironment:
                 f"requirements is {lines!r:.100}: give a list of lines such as ['einops==0.8.1']", field="requirements"
             )
         for line in lines:
-            why = refused_requirement(line)
+            why = explain_refusal(line)
             if why is not None:
                 raise ConfigError(f"requirements has {line!r:.200}: {why}", field="requirements")
         if not isinstance(self.env, dict):
@@ -73,7 +73,7 @@ class JobEnvironment:
 
         A variable is left out if its file cannot be read, or `own` does not have it: see `must_have`.
         """
-        found = {name: _value(name, value, own) for name, value in self.env.items()}
+        found = {name: _find_value(name, value, own) for name, value in self.env.items()}
         return {name: value for name, value in found.items() if value is not None}
 
     def must_have(self, found: Mapping[str, str]) -> None:
@@ -112,7 +112,7 @@ def _check_variable(name: Json, value: Json) -> None:
         )
 
 
-def _value(name: str, value: str | None, own: Mapping[str, str]) -> str | None:
+def _find_value(name: str, value: str | None, own: Mapping[str, str]) -> str | None:
     if value is None:
         return own.get(name)
     if not value.startswith("@"):

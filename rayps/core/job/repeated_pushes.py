@@ -141,7 +141,7 @@ class Ledger:
         step of the rank. All lower steps count as recorded, because no worker will push them. Raises ValueError if
         there is no such rank, or ranks do not change.
         """
-        active = self._members(rank)
+        active = self._require_members(rank)
         again = rank in active.ranks  # with a later first step
         low = self.marks[rank] if again else Clock(self.marks, None, active).slowest
         first = max(first, self.reach(rank), low)
@@ -155,14 +155,14 @@ class Ledger:
 
         Its pushes from `first` on that this state lacks can be repeated. Raises ValueError as `admit`.
         """
-        active = self._members(rank)
+        active = self._require_members(rank)
         if self.marks[rank] < first:
             self._pass_over(rank, first)
         active.ranks.add(rank)
 
     def remove(self, rank: int) -> None:
         """Let the worker `rank` leave. Its recorded steps stay recorded. Raises ValueError as `admit`."""
-        active = self._members(rank)
+        active = self._require_members(rank)
         if active.ranks == {rank}:
             active.floor = max(active.floor, self.marks[rank])
         active.ranks.discard(rank)
@@ -199,7 +199,7 @@ class Ledger:
                 del self.repeats[rank]
         return found
 
-    def _members(self, rank: int) -> ActiveRanks:
+    def _require_members(self, rank: int) -> ActiveRanks:
         self._mark(rank)
         if self.active is None:
             raise ValueError(f"rank {rank} can neither join nor leave: the ranks of this ledger do not change")
@@ -291,13 +291,13 @@ class Ledger:
         return f"Ledger({self.to_json()})"
 
 
-def union(ledgers: Iterable[Ledger]) -> Ledger:
+def merge_ledgers(ledgers: Iterable[Ledger]) -> Ledger:
     """Return a ledger with all pushes of `ledgers`, for a range that several shards held before."""
     held = list(ledgers)
     marks = [max(ledger.marks[rank] for ledger in held) for rank in held[0].marks]
     counts = [ledger.skipped for ledger in held if ledger.skipped is not None]
     skipped = {rank: max(count[rank] for count in counts) for rank in held[0].marks} if counts else None
-    found = Ledger(marks, skipped=skipped, active=_all_active(held))
+    found = Ledger(marks, skipped=skipped, active=_merge_active(held))
     for rank, missed in held[0].missed.items():
         found.missed[rank] = [each for each in missed if all(each in other.missed.get(rank, ()) for other in held)]
     for ledger in held:
@@ -307,7 +307,7 @@ def union(ledgers: Iterable[Ledger]) -> Ledger:
     return found
 
 
-def _all_active(ledgers: list[Ledger]) -> ActiveRanks | None:
+def _merge_active(ledgers: list[Ledger]) -> ActiveRanks | None:
     held = [ledger.active for ledger in ledgers if ledger.active is not None]
     if not held:
         return None

@@ -22,7 +22,7 @@ _TOML = re.compile(r"\[|[\w.-]+\s*=\s")  # the beginning of a table or of an ass
 _SECRET = re.compile(r"[a-z+]+://[^/\s@]*:[^/\s@]+@", re.IGNORECASE)
 
 
-def refused_requirement(line: str) -> str | None:
+def explain_refusal(line: str) -> str | None:
     """Return why a line of a requirements file is refused, and what to give instead, or None if it is accepted."""
     if len(line) > LONGEST_LINE or not line.isprintable() or not line.strip():
         return f"a line has printable text of at most {LONGEST_LINE} characters"

@@ -1,8 +1,8 @@
 """Points of a run that returned to an earlier state: each round counts once, with its last point. Pure.
 
 After a return to the state of round r, rounds from r on are repeated, and their points follow those of before. The
-journal writes a point of the kind `RETURNED` first. Whatever reads the points shows those that count (`counted`), or
-tells its reader of the return before it sends the repeated ones.
+journal writes a point of the kind `RETURNED` first. Whatever reads the points shows those that count
+(`select_counted`), or tells its reader of the return before it sends the repeated ones.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def is_void(point: Point, back: int) -> bool:
     return bool(point["round"] > back if point.get("kind") == "evaluation" else point["round"] >= back)
 
 
-def counted(points: Iterable[Point], *, tell: bool = False) -> list[Point]:
+def select_counted(points: Iterable[Point], *, tell: bool = False) -> list[Point]:
     """Return the points that count: each round and each evaluation once, with its last point.
 
     `tell`: the reader may have points of before that do not count any more, so that points of the kind `RETURNED` stay.

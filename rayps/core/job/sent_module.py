@@ -42,7 +42,7 @@ class SentModule(ModuleType):
         """Make the module without its names."""
         name, file, folders = place
         super().__init__(name)
-        spec = _spec(place)
+        spec = _find_spec(place)
         package = name.rpartition(".")[0] if folders is None else name
         vars(self).update({"__spec__": spec, "__file__": file, "__package__": package, _MISSING: True})
         if folders is not None:
@@ -57,7 +57,7 @@ class SentModule(ModuleType):
             if name in vars(self):
                 found: object = vars(self)[name]
                 return found
-        text = f"module {self.__name__!r} has no attribute {name!r}{_not_here(self)}"
+        text = f"module {self.__name__!r} has no attribute {name!r}{_explain_missing(self)}"
         raise AttributeError(text, name=name, obj=self)
 
     def _run_file(self) -> None:
@@ -95,7 +95,7 @@ class _Missing(MutableMapping[str, object]):
         return len(self._values)
 
 
-def _not_here(module: ModuleType) -> str:
+def _explain_missing(module: ModuleType) -> str:
     if module.__spec__ is not None or module.__file__ is None:
         return ""
     return (
@@ -104,7 +104,7 @@ def _not_here(module: ModuleType) -> str:
     )
 
 
-def _spec(place: _Place) -> ModuleSpec | None:
+def _find_spec(place: _Place) -> ModuleSpec | None:
     """Return where this process finds the module's file, or None if it has none."""
     name, file, folders = place
     if file is not None and Path(file).is_file():
@@ -129,17 +129,17 @@ class Globals:
 
     def __reduce__(self) -> tuple[Callable[..., dict[str, object]], tuple[object, ...]]:
         plain = {name: value for name, value in vars(self.module).items() if type(value) in _PLAIN and name[:2] != "__"}
-        return _globals, (_HERE, _places(self.module), plain)
+        return _make_globals, (_HERE, _list_places(self.module), plain)
 
 
-def _places(module: ModuleType) -> list[_Place]:
+def _list_places(module: ModuleType) -> list[_Place]:
     """Return the places of the packages that hold the module, from the outermost, and its own."""
     parts = module.__name__.split(".")
     names = [".".join(parts[: k + 1]) for k in range(len(parts))]
-    return [_place(name, sys.modules.get(name)) for name in names]
+    return [_describe_place(name, sys.modules.get(name)) for name in names]
 
 
-def _place(name: str, module: ModuleType | None) -> _Place:
+def _describe_place(name: str, module: ModuleType | None) -> _Place:
     folders = getattr(module, "__path__", None)
     return name, getattr(module, "__file__", None), None if folders is None else tuple(folders)
 
@@ -151,7 +151,7 @@ def reduce_module(module: ModuleType) -> tuple[object, ...]:
         return reduced
     left_out = ("__builtins__", "__spec__", "__loader__", "__cached__", "__file__", "__path__", _FILLED)
     values = {name: value for name, value in vars(module).items() if name not in left_out}
-    return _module, (_HERE, _places(module)), values, None, None, _fill
+    return _make_module, (_HERE, _list_places(module)), values, None, None, _fill
 
 
 def reduce_named(value: object, found: object, sent: dict[int, Globals]) -> object:
@@ -169,7 +169,7 @@ def reduce_named(value: object, found: object, sent: dict[int, Globals]) -> obje
 
 
 @contextmanager
-def one_set(shared: bool) -> Iterator[None]:
+def read_one_set(shared: bool) -> Iterator[None]:
     """Read one message. If it is from another process and `shared`, its modules are in `sys.modules` and stay.
 
     Else modules are made for this message alone.
@@ -181,7 +181,7 @@ def one_set(shared: bool) -> Iterator[None]:
         _local.reading = outer
 
 
-def _module(sender: str, places: list[_Place]) -> ModuleType:
+def _make_module(sender: str, places: list[_Place]) -> ModuleType:
     """Return the module of the last of `places`.
 
     A module that an earlier message has made is returned as it is. A module that this process has imported from a file
@@ -199,8 +199,8 @@ def _module(sender: str, places: list[_Place]) -> ModuleType:
     return parent
 
 
-def _globals(sender: str, places: list[_Place], plain: dict[str, object]) -> dict[str, object]:
-    held = vars(_module(sender, places))
+def _make_globals(sender: str, places: list[_Place], plain: dict[str, object]) -> dict[str, object]:
+    held = vars(_make_module(sender, places))
     held.update({name: value for name, value in plain.items() if name not in held})
     return held
 

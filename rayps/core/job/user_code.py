@@ -45,14 +45,14 @@ _calls: dict[int, _Open] = {}  # from a thread's ident to its innermost call
 _known = threading.local()  # the methods that a thread has called
 
 
-def under_way(thread: int | None) -> Call | None:
+def find_call(thread: int | None) -> Call | None:
     """Return the current call of the user's code in the thread with this ident, or None if there is no call."""
     found = None if thread is None else _calls.get(thread)
     return None if found is None else Call(found.method, time.monotonic() - found.since, found.first)
 
 
 @contextmanager
-def peers_awaited() -> Iterator[None]:
+def pause_clock() -> Iterator[None]:
     """Stop the clock of the current call of user code while this thread waits for peers.
 
     Waiting for peers has its own deadline. After the wait the call's seconds start at zero again.
@@ -73,7 +73,7 @@ def user_code(method: str) -> Iterator[None]:
     message. In the main thread KeyboardInterrupt passes, because there it is Ctrl-C.
     """
     thread = threading.get_ident()
-    outer, first = _calls.get(thread), method not in _methods()
+    outer, first = _calls.get(thread), method not in _find_methods()
     _calls[thread] = _Open(method, time.monotonic(), first)
     try:
         with users_code(method):
@@ -83,7 +83,7 @@ def user_code(method: str) -> Iterator[None]:
         _resume(thread, outer)
 
 
-def _methods() -> set[str]:
+def _find_methods() -> set[str]:
     if not hasattr(_known, "methods"):
         _known.methods = set()
     found: set[str] = _known.methods
@@ -98,7 +98,7 @@ def _resume(thread: int, outer: _Open | None) -> None:
         _calls[thread] = outer
 
 
-def placed(message: str, where: str) -> str:
+def add_place(message: str, where: str) -> str:
     """Append `where`, such as "on worker-1 at round 3", to the first line of an error's message."""
     first, end, rest = message.partition("\n")
     return f"{first.removesuffix(':')} {where}{':' if first.endswith(':') else ''}{end}{rest}"
@@ -109,7 +109,7 @@ def placed(message: str, where: str) -> str:
 _Found = TypeVar("_Found")
 
 
-def allowed(call: Call, timeout: float) -> float:
+def limit_seconds(call: Call, timeout: float) -> float:
     """Return the seconds that a call may take: `timeout`, or more for the first call of a method.
 
     The first call may load data or compile code.
@@ -117,12 +117,13 @@ def allowed(call: Call, timeout: float) -> float:
     return max(timeout, START_SECONDS) if call.first else timeout
 
 
-def overdue(call: Call | None, timeout: float, round: int | None, ends: Sequence[str] = ()) -> str | None:
+def explain_overdue(call: Call | None, timeout: float, round: int | None, ends: Sequence[str] = ()) -> str | None:
     """Return why a member counts as dead while its thread is in `call`, or None if `call` is within its limit.
 
-    `round` is the member's current round, if known. `ends` has the texts of `ended_threads` from the member's process.
+    `round` is the member's current round, if known. `ends` has the texts of `list_ended_threads` from the member's
+    process.
     """
-    if call is None or call.seconds <= allowed(call, timeout):
+    if call is None or call.seconds <= limit_seconds(call, timeout):
         return None
     at = "" if round is None else f" at round {round}"
     least = f", at least {START_SECONDS:g} s for a first call" if call.first else ""
@@ -130,7 +131,7 @@ def overdue(call: Call | None, timeout: float, round: int | None, ends: Sequence
     return "; ".join([f"{call.method}(){at} has not returned for {call.seconds:.0f} s ({knob})", *ends[-1:]])
 
 
-def awaited(run: Callable[[], _Found], timeout: float, *, where: str, stopped: Callable[[], bool]) -> _Found | None:
+def await_call(run: Callable[[], _Found], timeout: float, *, where: str, stopped: Callable[[], bool]) -> _Found | None:
     """Call `run` in a thread. Return its result, or raise its exception. Return None as soon as `stopped()` is true.
 
     Raises:
@@ -150,7 +151,7 @@ def awaited(run: Callable[[], _Found], timeout: float, *, where: str, stopped: C
         thread.join(_LOOK_SECONDS)
         if stopped():
             return None
-        call = under_way(thread.ident)
+        call = find_call(thread.ident)
         if call is not None and call.seconds > (most := max(timeout, START_SECONDS)):
             raise WorkloadError(
                 f"{call.method}() has not returned for {call.seconds:.0f} s in the {where} (the limit is {most:g} s):\n"
@@ -184,7 +185,7 @@ def record_thread_ends() -> None:
     threading.excepthook = hook
 
 
-def ended_threads(since: int = 0) -> list[str]:
+def list_ended_threads(since: int = 0) -> list[str]:
     """Return the texts of the exceptions that ended threads, in order, from number `since` on."""
     with _lock:
         return _ends[since:]

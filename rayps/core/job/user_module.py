@@ -22,15 +22,15 @@ from rayps_client.machine.user_files import MODULES, is_users
 from rayps_client.machine.user_files import Finder as Finder
 from rayps_client.machine.user_files import broken as broken
 
-from rayps.core.job.sent_module import Globals, SentModule, one_set, reduce_module, reduce_named
+from rayps.core.job.sent_module import Globals, SentModule, read_one_set, reduce_module, reduce_named
 
 
-def _code(code: CodeType) -> tuple[Callable[..., CodeType], tuple[Any, ...]]:
+def _reduce_code(code: CodeType) -> tuple[Callable[..., CodeType], tuple[Any, ...]]:
     _, args = cloudpickle.Pickler.dispatch_table[CodeType](code)
-    return _code_of_file, (code.co_filename, *args)
+    return _make_code_of_file, (code.co_filename, *args)
 
 
-def _code_of_file(file: str, *args: Any) -> CodeType:
+def _make_code_of_file(file: str, *args: Any) -> CodeType:
     return CodeType(*args).replace(co_filename=file)
 
 
@@ -42,7 +42,8 @@ class SourcePickler(cloudpickle.Pickler):  # type: ignore[misc]
     """
 
     dispatch_table: ClassVar[ChainMap[Any, Any]] = ChainMap(
-        {CodeType: _code, ModuleType: reduce_module, SentModule: reduce_module}, cloudpickle.Pickler.dispatch_table
+        {CodeType: _reduce_code, ModuleType: reduce_module, SentModule: reduce_module},
+        cloudpickle.Pickler.dispatch_table,
     )
 
     def __init__(
@@ -80,7 +81,7 @@ def pack(workload: Any) -> bytes:
             return packed.getvalue()
         except (Exception, SystemExit) as error:
             raise WorkloadError(
-                f"{_name(workload)} cannot be sent to workers: {type(error).__name__}: {error}\n"
+                f"{_name_workload(workload)} cannot be sent to workers: {type(error).__name__}: {error}\n"
                 "create objects such as open files and locks inside model(), data() or loss(), not in __init__"
             ) from error
         finally:
@@ -97,7 +98,7 @@ def unpack(packed: bytes, *, shared: bool = False) -> Any:
         WorkloadError: the workload needs a package that is not installed on this machine.
     """
     try:
-        with one_set(shared):
+        with read_one_set(shared):
             return pickle.loads(packed)
     except (Exception, SystemExit) as error:
         raise WorkloadError(
@@ -106,7 +107,7 @@ def unpack(packed: bytes, *, shared: bool = False) -> Any:
         ) from error
 
 
-def by_value(value: Any, protocol: int) -> tuple[Any, ...]:
+def reduce_by_value(value: Any, protocol: int) -> tuple[Any, ...]:
     """Return what `__reduce_ex__` returns for a user's object, changed so that the object's class is sent by value.
 
     Raises:
@@ -115,13 +116,13 @@ def by_value(value: Any, protocol: int) -> tuple[Any, ...]:
     found = object.__reduce_ex__(value, max(2, protocol))
     assert isinstance(found, tuple), "protocol 2 gives a tuple"
     _, (kind, *args), *state = found
-    return (_rebuilt, (pack(kind), args), *state)
+    return (_rebuild, (pack(kind), args), *state)
 
 
-def _rebuilt(kind: bytes, args: list[Any]) -> Any:
+def _rebuild(kind: bytes, args: list[Any]) -> Any:
     found = unpack(kind)
     return found.__new__(found, *args)
 
 
-def _name(workload: Any) -> str:
+def _name_workload(workload: Any) -> str:
     return getattr(workload, "__qualname__", type(workload).__qualname__)

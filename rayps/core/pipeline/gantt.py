@@ -45,7 +45,7 @@ class Bar(NamedTuple):
     end: float
 
 
-def text(timeline: Timeline, width: int = 100, *, colour: bool = False, unit: str = "") -> str:
+def draw_text(timeline: Timeline, width: int = 100, *, colour: bool = False, unit: str = "") -> str:
     """Return the chart in at most `width` columns, with one line for each worker.
 
     With `colour` the chart has ANSI codes, for a terminal only. `unit` is the unit of time, such as " s". Without
@@ -60,33 +60,33 @@ def text(timeline: Timeline, width: int = 100, *, colour: bool = False, unit: st
     longest = max((end - start for row in timeline.rows for action, start, end in row if action.kind == "F"), default=1)
     dense = longest * scale < 1.99  # no room for numbers
     lines = []
-    for head, bars in zip(heads, rows(timeline), strict=True):
-        lines.append(f"{head:>{margin}}│{''.join(_cells(bars, makespan, scale, (dense, colour)))}")
+    for head, bars in zip(heads, make_bars(timeline), strict=True):
+        lines.append(f"{head:>{margin}}│{''.join(_draw_cells(bars, makespan, scale, (dense, colour)))}")
     end = f"{makespan:.4g}{unit}"
     length = round(makespan * scale)
     lines.append(" " * margin + "└" + "─" * length)
     lines.append(" " * margin + " 0" + end.rjust(length - 1))
-    lines.append(" " * (margin + 1) + _key(timeline, dense, colour))
+    lines.append(" " * (margin + 1) + _write_key(timeline, dense, colour))
     return "\n".join(lines)
 
 
-def svg(timeline: Timeline, title: str, *, unit: str = "", scale: float | None = None) -> str:
+def draw_svg(timeline: Timeline, title: str, *, unit: str = "", scale: float | None = None) -> str:
     """Return the chart as an SVG document for light and dark pages. `scale` is in pixels per unit of time."""
     makespan = float(timeline.makespan) or 1.0
     scale = min(28.0, 960 / makespan) if scale is None else scale
     wide, count = makespan * scale, len(timeline.rows)
     width, bottom = max(_LEFT + wide + _RIGHT, 560.0), _TOP + count * _ROW
-    parts = [f'<text class="title" x="16" y="26">{escape(title)}</text>', *_legend(timeline, width)]
-    for tick in _ticks(makespan):
+    parts = [f'<text class="title" x="16" y="26">{escape(title)}</text>', *_draw_legend(timeline, width)]
+    for tick in _choose_ticks(makespan):
         x = _LEFT + tick * scale
         parts.append(f'<line class="tick" x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP - 4}" y2="{bottom + 2}"/>')
         parts.append(f'<text class="soft mid" x="{x:.1f}" y="{bottom + 18}">{tick:g}{escape(unit)}</text>')
-    for rank, bars in enumerate(rows(timeline)):
+    for rank, bars in enumerate(make_bars(timeline)):
         y = _TOP + rank * _ROW + (_ROW - _BAR) / 2
         base = y + _BAR / 2 + 4
         parts.append(f'<text class="end" x="{_LEFT - 10}" y="{base:.1f}">stage {rank}</text>')
         parts.append(f'<rect class="wait" x="{_LEFT}" y="{y:.1f}" width="{wide:.1f}" height="{_BAR}" rx="3"/>')
-        parts += [_bar(bar, y, scale, unit) for bar in bars]
+        parts += [_draw_bar(bar, y, scale, unit) for bar in bars]
         summary = f"idle {float(timeline.idles[rank]):.0%}, holds {timeline.peaks[rank]}"
         parts.append(f'<text class="soft" x="{_LEFT + wide + 10:.1f}" y="{base:.1f}">{summary}</text>')
     height = bottom + 32
@@ -97,25 +97,25 @@ def svg(timeline: Timeline, title: str, *, unit: str = "", scale: float | None =
     )
 
 
-def rows(timeline: Timeline) -> list[list[Bar]]:
+def make_bars(timeline: Timeline) -> list[list[Bar]]:
     """Return one row of bars for each worker, with times as floats and each worker's chunks numbered from 0."""
     count = len(timeline.rows)
     return [[Bar(a, a.chunk // count, float(start), float(end)) for a, start, end in row] for row in timeline.rows]
 
 
-def _cells(bars: list[Bar], makespan: float, scale: float, style: tuple[bool, bool]) -> Iterator[str]:
+def _draw_cells(bars: list[Bar], makespan: float, scale: float, style: tuple[bool, bool]) -> Iterator[str]:
     at, (dense, colour) = 0, style
     chunked = any(bar.chunk for bar in bars)
     for bar in bars:
         lo, hi = max(at, round(bar.start * scale)), round(bar.end * scale)
         if hi > lo:
-            yield _grey("·" * (lo - at), colour)
-            yield _painted(_label(bar, hi - lo, dense, chunked), bar.action.kind, bar.chunk, colour)
+            yield _paint_grey("·" * (lo - at), colour)
+            yield _paint(_choose_label(bar, hi - lo, dense, chunked), bar.action.kind, bar.chunk, colour)
             at = hi
-    yield _grey("·" * (round(makespan * scale) - at), colour)
+    yield _paint_grey("·" * (round(makespan * scale) - at), colour)
 
 
-def _label(bar: Bar, width: int, dense: bool, chunked: bool) -> str:
+def _choose_label(bar: Bar, width: int, dense: bool, chunked: bool) -> str:
     kind, micro = bar.action.kind, bar.action.micro
     if dense:
         words = [kind.lower() if bar.chunk % 2 else kind]
@@ -125,26 +125,26 @@ def _label(bar: Bar, width: int, dense: bool, chunked: bool) -> str:
     return next((word for word in words if len(word) <= width), kind).ljust(width, _FILL[kind])
 
 
-def _key(timeline: Timeline, dense: bool, colour: bool) -> str:
+def _write_key(timeline: Timeline, dense: bool, colour: bool) -> str:
     """Return the legend of the text chart."""
     kinds = [kind for kind in "FBW" if any(a.kind == kind for row in timeline.rows for a, _, _ in row)]
-    words = [f"{_painted(kind, kind, 0, colour)} {NAMES[kind]}" for kind in kinds]
-    if any(bar.chunk for bars in rows(timeline) for bar in bars):
+    words = [f"{_paint(kind, kind, 0, colour)} {NAMES[kind]}" for kind in kinds]
+    if any(bar.chunk for bars in make_bars(timeline) for bar in bars):
         words.append("f b: in a worker's second chunk" if dense else "F3b: micro-batch 3 in a worker's second chunk")
     elif not dense:
-        words[0] = f"{_painted('F3', 'F', 0, colour)} forward of micro-batch 3"
-    return ", ".join([*words, f"{_grey('·', colour)} idle"])
+        words[0] = f"{_paint('F3', 'F', 0, colour)} forward of micro-batch 3"
+    return ", ".join([*words, f"{_paint_grey('·', colour)} idle"])
 
 
-def _painted(word: str, kind: str, chunk: int, colour: bool) -> str:
+def _paint(word: str, kind: str, chunk: int, colour: bool) -> str:
     return f"\x1b[38;5;231;48;5;{_ANSI[kind][chunk % 2]}m{word}{_OFF}" if colour else word
 
 
-def _grey(word: str, colour: bool) -> str:
+def _paint_grey(word: str, colour: bool) -> str:
     return f"{_GREY}{word}{_OFF}" if colour and word else word
 
 
-def _bar(bar: Bar, y: float, scale: float, unit: str) -> str:
+def _draw_bar(bar: Bar, y: float, scale: float, unit: str) -> str:
     kind, chunk, micro = bar.action
     x, wide = _LEFT + bar.start * scale, (bar.end - bar.start) * scale
     tooltip = f"{NAMES[kind]} of micro-batch {micro}, chunk {chunk}: {bar.start:.4g} to {bar.end:.4g}{unit}"
@@ -158,8 +158,10 @@ def _bar(bar: Bar, y: float, scale: float, unit: str) -> str:
     )
 
 
-def _legend(timeline: Timeline, width: float) -> Iterator[str]:
-    used = sorted({(bar.action.kind, bar.chunk % 2) for bars in rows(timeline) for bar in bars}, key=_order)
+def _draw_legend(timeline: Timeline, width: float) -> Iterator[str]:
+    used = sorted(
+        {(bar.action.kind, bar.chunk % 2) for bars in make_bars(timeline) for bar in bars}, key=_make_sort_key
+    )
     chunked = any(odd for _, odd in used)
     x, y = 16.0, 46.0
     for kind, odd in used:
@@ -171,11 +173,11 @@ def _legend(timeline: Timeline, width: float) -> Iterator[str]:
     yield f'<text class="soft" x="{x + 18:.1f}" y="{y:.1f}">waits</text>'
 
 
-def _order(kind_and_chunk: tuple[str, int]) -> tuple[int, int]:
+def _make_sort_key(kind_and_chunk: tuple[str, int]) -> tuple[int, int]:
     return "FBW".index(kind_and_chunk[0]), kind_and_chunk[1]
 
 
-def _ticks(makespan: float) -> Iterator[float]:
+def _choose_ticks(makespan: float) -> Iterator[float]:
     """Return 0 and up to eight round numbers after it."""
     power = 10.0 ** math.floor(math.log10(makespan / 8))
     step = next(step for step in (power, 2 * power, 5 * power, 10 * power) if makespan / step <= 8 + 1e-9)

@@ -34,14 +34,14 @@ class Action(NamedTuple):
 Table = list[list[Action]]  # one row per stage's worker, in order of execution
 
 
-def table(schedule: str, stages: int, micro_batches: int, chunks: int = 1) -> Table:
+def make_table(schedule: str, stages: int, micro_batches: int, chunks: int = 1) -> Table:
     """Return the actions of each of `stages` workers in one step.
 
     Raises:
         ConfigError: the schedule is unknown, or does not allow these numbers.
     """
     check(schedule, stages, micro_batches, chunks)
-    return [_row(schedule, stages, micro_batches, chunks, rank) for rank in range(stages)]
+    return [_build_row(schedule, stages, micro_batches, chunks, rank) for rank in range(stages)]
 
 
 def needs(action: Action, chunks: int) -> Iterator[Action]:
@@ -66,7 +66,7 @@ def splits(found: Table) -> bool:
     return any(action.kind == "W" for row in found for action in row)
 
 
-def idle(schedule: str, stages: int, micro_batches: int, chunks: int = 1) -> Fraction:
+def compute_idle(schedule: str, stages: int, micro_batches: int, chunks: int = 1) -> Fraction:
     """Return the share of the workers' time that is idle, by formula.
 
     The formula assumes equal stages, a B that takes twice as long as an F, and no time for transfers.
@@ -83,14 +83,14 @@ def idle(schedule: str, stages: int, micro_batches: int, chunks: int = 1) -> Fra
     return Fraction(p - 1, chunks * m + p - 1)
 
 
-def idle_formula(schedule: str) -> str:
-    """Return the formula of `idle` as text."""
+def write_idle_formula(schedule: str) -> str:
+    """Return the formula of `compute_idle` as text."""
     return {"interleaved": "(p-1)/(vm+p-1)", "zero_bubble": "1 - 3m/max(3m+p-1, 2m+2p-1)"}.get(
         schedule, "(p-1)/(m+p-1)"
     )
 
 
-def peak(schedule: str, stages: int, micro_batches: int, rank: int, chunks: int = 1) -> int:
+def compute_peak(schedule: str, stages: int, micro_batches: int, rank: int, chunks: int = 1) -> int:
     """Return the most activations (of a micro-batch in a chunk) that worker `rank` holds at once, by formula.
 
     An activation is held from its F to its B, or to its W if the backward pass is split.
@@ -101,7 +101,7 @@ def peak(schedule: str, stages: int, micro_batches: int, rank: int, chunks: int 
     """
     check(schedule, stages, micro_batches, chunks)
     most = {"gpipe": micro_batches, "zero_bubble": stages}.get(schedule)
-    return min(chunks * micro_batches, _ahead(schedule, stages, chunks, rank) + 1 if most is None else most)
+    return min(chunks * micro_batches, _count_ahead(schedule, stages, chunks, rank) + 1 if most is None else most)
 
 
 def check(schedule: str, stages: int, micro_batches: int, chunks: int) -> None:
@@ -123,7 +123,7 @@ def check(schedule: str, stages: int, micro_batches: int, chunks: int) -> None:
         )
 
 
-def _row(schedule: str, p: int, m: int, v: int, rank: int) -> list[Action]:
+def _build_row(schedule: str, p: int, m: int, v: int, rank: int) -> list[Action]:
     """Build a worker's row: first some F (all F under gpipe), then F and B alternately, then the remaining B.
 
     In a split backward pass each W follows its B after `behind` more B.
@@ -132,7 +132,7 @@ def _row(schedule: str, p: int, m: int, v: int, rank: int) -> list[Action]:
     turns = [range(at, min(at + block, m)) for at in range(0, m, block)]
     forwards = [Action("F", j * p + rank, i) for turn in turns for j in range(v) for i in turn]
     backwards = [Action("B", j * p + rank, i) for turn in turns for j in reversed(range(v)) for i in turn]
-    ahead = len(forwards) if schedule == "gpipe" else min(len(forwards), _ahead(schedule, p, v, rank))
+    ahead = len(forwards) if schedule == "gpipe" else min(len(forwards), _count_ahead(schedule, p, v, rank))
     row, left = forwards[:ahead], forwards[ahead:]
     behind = rank if schedule == "zero_bubble" else len(backwards)
     for n, backward in enumerate(backwards):
@@ -145,5 +145,5 @@ def _row(schedule: str, p: int, m: int, v: int, rank: int) -> list[Action]:
     return row
 
 
-def _ahead(schedule: str, p: int, v: int, rank: int) -> int:
+def _count_ahead(schedule: str, p: int, v: int, rank: int) -> int:
     return 2 * (p - rank - 1) + (v - 1) * p if schedule == "interleaved" else p - rank - 1

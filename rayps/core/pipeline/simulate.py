@@ -51,7 +51,7 @@ def simulate(
     """
     if seconds is None:
         seconds = {"F": 1, "B": 1, "W": 1} if splits(table) else {"F": 1, "B": 2}
-    takes = seconds if callable(seconds) else _by_kind(seconds)
+    takes = seconds if callable(seconds) else _make_lookup(seconds)
     chunks = 1 + max((action.chunk for row in table for action in row), default=-1)
     rows: list[list[tuple[Action, Seconds, Seconds]]] = [[] for _ in table]
     done: dict[Action, Seconds] = {}
@@ -62,10 +62,10 @@ def simulate(
             start = max(start, done[need] + (transfer if there != rank else 0))
         done[action] = start + takes(action)
         rows[rank].append((action, start, done[action]))
-    return Timeline(rows, [peak(row, splits(table)) for row in table])
+    return Timeline(rows, [find_peak(row, splits(table)) for row in table])
 
 
-def peak(row: list[Action], split: bool) -> int:
+def find_peak(row: list[Action], split: bool) -> int:
     """Return the most activations that a worker with these actions holds at once.
 
     The worker holds an activation from the F to the B of its micro-batch, or to the W with `split`.
@@ -77,5 +77,5 @@ def peak(row: list[Action], split: bool) -> int:
     return most
 
 
-def _by_kind(seconds: dict[str, Seconds]) -> Callable[[Action], Seconds]:
+def _make_lookup(seconds: dict[str, Seconds]) -> Callable[[Action], Seconds]:
     return lambda action: seconds[action.kind]

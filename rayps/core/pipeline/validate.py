@@ -22,7 +22,7 @@ def validate(table: Table, stages: int, micro_batches: int, chunks: int = 1) -> 
         ConfigError: the table cannot run; the text names the worker, the action, and what is missing before it.
     """
     if len(table) != stages:
-        raise _wrong(f"it has {len(table)} rows, and there are {stages} stages: give one row for each")
+        raise _explain_refusal(f"it has {len(table)} rows, and there are {stages} stages: give one row for each")
     for rank, row in enumerate(table):
         for action in row:
             _check_action(action, rank, stages, micro_batches, chunks)
@@ -34,7 +34,7 @@ def validate(table: Table, stages: int, micro_batches: int, chunks: int = 1) -> 
                 action = Action(kind, chunk, micro)
                 if found[action] != 1:
                     often = "is missing" if not found[action] else f"occurs {found[action]} times"
-                    raise _wrong(f"{action} {often} on stage {chunk % stages}: every pass must occur once")
+                    raise _explain_refusal(f"{action} {often} on stage {chunk % stages}: every pass must occur once")
     for _ in walk(table):
         pass
 
@@ -60,7 +60,7 @@ def walk(table: Table) -> Iterator[tuple[int, Action]]:
     if stuck:
         first = {action: next(need for need in needs(action, chunks) if need not in done) for _, action in stuck}
         waits = [f"stage {rank} waits before {action} for {first[action]}" for rank, action in stuck]
-        raise _wrong("it deadlocks: " + "; ".join(waits[:4]) + ("; ..." if len(waits) > 4 else ""))
+        raise _explain_refusal("it deadlocks: " + "; ".join(waits[:4]) + ("; ..." if len(waits) > 4 else ""))
 
 
 def to_json(table: Table) -> str:
@@ -78,38 +78,52 @@ def read(text: str) -> tuple[Table, int, int, int]:
     try:
         rows = json.loads(text) if text.lstrip().startswith(("[", "{")) else list(csv.reader(io.StringIO(text)))
     except ValueError as error:
-        raise _wrong(f'it is not JSON ({error}): give a list of actions such as "0F1" for each stage') from None
+        raise _explain_refusal(
+            f'it is not JSON ({error}): give a list of actions such as "0F1" for each stage'
+        ) from None
     if not isinstance(rows, list) or not rows or not all(isinstance(row, list) for row in rows):
-        raise _wrong('it must be a list of lists, one for each stage, such as [["0F0", "0B0"], ["1F0", "1B0"]]')
-    table = [[_action(word) for word in row if word != ""] for row in rows]  # torch's CSV pads idle time with ""
+        raise _explain_refusal(
+            'it must be a list of lists, one for each stage, such as [["0F0", "0B0"], ["1F0", "1B0"]]'
+        )
+    table = [[_parse_action(word) for word in row if word != ""] for row in rows]  # torch's CSV pads idle time with ""
     every = [action for row in table for action in row]
     if not every:
-        raise _wrong("it has no actions")
+        raise _explain_refusal("it has no actions")
     stages, micro_batches = len(table), 1 + max(action.micro for action in every)
     chunks, odd = divmod(1 + max(action.chunk for action in every), stages)
     if odd or not chunks:
-        raise _wrong(f"it names {chunks * stages + odd} chunks on {stages} stages: give a multiple of {stages}")
+        raise _explain_refusal(
+            f"it names {chunks * stages + odd} chunks on {stages} stages: give a multiple of {stages}"
+        )
     validate(table, stages, micro_batches, chunks)
     return table, stages, micro_batches, chunks
 
 
-def _action(word: Json) -> Action:
+def _parse_action(word: Json) -> Action:
     match = re.fullmatch(r"\s*(\d{1,6})([FBW])(\d{1,6})\s*", word) if isinstance(word, str) else None
     if match is None:
-        raise _wrong(f'{word!r} is not an action: write the chunk, F, B or W, and the micro-batch, such as "0F1"')
+        raise _explain_refusal(
+            f'{word!r} is not an action: write the chunk, F, B or W, and the micro-batch, such as "0F1"'
+        )
     return Action(match[2], int(match[1]), int(match[3]))
 
 
 def _check_action(action: Action, rank: int, stages: int, micro_batches: int, chunks: int) -> None:
     if action.kind not in KINDS:
-        raise _wrong(f"{action} on stage {rank} is not a pass: give F, B or W")
+        raise _explain_refusal(f"{action} on stage {rank} is not a pass: give F, B or W")
     if not 0 <= action.chunk < stages * chunks:
-        raise _wrong(f"{action} on stage {rank}: there are {stages * chunks} chunks, 0 to {stages * chunks - 1}")
+        raise _explain_refusal(
+            f"{action} on stage {rank}: there are {stages * chunks} chunks, 0 to {stages * chunks - 1}"
+        )
     if not 0 <= action.micro < micro_batches:
-        raise _wrong(f"{action} on stage {rank}: there are {micro_batches} micro-batches, 0 to {micro_batches - 1}")
+        raise _explain_refusal(
+            f"{action} on stage {rank}: there are {micro_batches} micro-batches, 0 to {micro_batches - 1}"
+        )
     if action.chunk % stages != rank:
-        raise _wrong(f"{action} on stage {rank}: chunk {action.chunk} belongs to stage {action.chunk % stages}")
+        raise _explain_refusal(
+            f"{action} on stage {rank}: chunk {action.chunk} belongs to stage {action.chunk % stages}"
+        )
 
 
-def _wrong(what: str) -> ConfigError:
+def _explain_refusal(what: str) -> ConfigError:
     return ConfigError(f"the schedule's table cannot run: {what}", field="schedule")

@@ -17,7 +17,7 @@ WINDOW = 10  # rounds of each rank over which its seconds per row are measured f
 LONGEST_WINDOW = 320
 
 
-def balanced_shares(
+def balance_shares(
     shares: Sequence[int], seconds: Sequence[float], *, gain: float = GAIN, most: float = MOST
 ) -> tuple[int, ...] | None:
     """Return better shares of a round's rows, or None if the round would not become shorter by enough.
@@ -38,12 +38,12 @@ def balanced_shares(
         found[rank] += 1
         if found[rank] < largest:
             heapq.heappush(ends, ((found[rank] + 1) * seconds[rank], rank))
-    now = round_seconds(shares, seconds)
-    saved = now - round_seconds(found, seconds)
+    now = estimate_round_seconds(shares, seconds)
+    saved = now - estimate_round_seconds(found, seconds)
     return tuple(found) if saved >= max(gain * now, LEAST_SECONDS) else None
 
 
-def round_seconds(shares: Sequence[int], seconds: Sequence[float]) -> float:
+def estimate_round_seconds(shares: Sequence[int], seconds: Sequence[float]) -> float:
     """Return how long the slowest rank takes for its share."""
     return max(share * each for share, each in zip(shares, seconds, strict=True))
 

@@ -136,7 +136,7 @@ class Leases:
         # restored servers may know less than a worker that waits, and that keeps its pushes until it joins again
         self._used[rank] = max(self._used.get(rank, 0), marks.high, self._done[rank], told)
         del self._step[rank], self._done[rank]
-        return self._parted([(rank, lease, marks) for lease in self._held.pop(rank)])
+        return self._split_done([(rank, lease, marks) for lease in self._held.pop(rank)])
 
     def restore(self, marks: Mapping[int, Marks]) -> list[BlockRange]:
         """Take back the blocks of ranks that have left that a server's restored state lacks; return these blocks.
@@ -145,16 +145,16 @@ class Leases:
         such a block ignore its repetition. Workers that take part push again what the server lacks.
         """
         left, self._left = self._left, []
-        return self._parted([(rank, lease, Marks(marks[rank].low, lease.end)) for rank, lease in left])
+        return self._split_done([(rank, lease, Marks(marks[rank].low, lease.end)) for rank, lease in left])
 
-    def _parted(self, leases: Iterable[tuple[int, RowLease, Marks]]) -> list[BlockRange]:
+    def _split_done(self, leases: Iterable[tuple[int, RowLease, Marks]]) -> list[BlockRange]:
         """Keep the done part of leases of ranks that have left, and return the blocks of the rest, which come back."""
         back: list[BlockRange] = []
         for rank, lease, marks in leases:
             done = max(0, min(marks.low - lease.first, len(lease.blocks)))
             if done:
                 self._left.append((rank, replace(lease, blocks=lease.blocks.parted(done)[0])))
-            back += _undone(rank, lease, marks)
+            back += _find_undone(rank, lease, marks)
         for each in back:
             insort(self._returned, each)
         return back
@@ -238,8 +238,8 @@ class Leases:
         """
         back = list(self._returned)
         for rank, lease in [*((rank, lease) for rank, held in self._held.items() for lease in held), *self._left]:
-            back += _undone(rank, lease, marks[rank])
-        return joined(sorted(back))
+            back += _find_undone(rank, lease, marks[rank])
+        return join_ranges(sorted(back))
 
     def to_json(self, marks: Mapping[int, Marks], share: int = 1) -> JsonObject:
         """Return the blocks that are not done in a state with these marks, as JSON data.
@@ -289,7 +289,7 @@ def rounds_of(saved: JsonObject, pushes: int | None = None) -> int | None:
     return done // share if isinstance(done, int) and isinstance(share, int) else None
 
 
-def _undone(rank: int, lease: RowLease, marks: Marks) -> Iterator[BlockRange]:
+def _find_undone(rank: int, lease: RowLease, marks: Marks) -> Iterator[BlockRange]:
     """Yield the blocks of a lease that are not done with these marks.
 
     A block whose push only some servers have is yielded alone, with the identity of this push.
@@ -303,7 +303,7 @@ def _undone(rank: int, lease: RowLease, marks: Marks) -> Iterator[BlockRange]:
         yield replace(blocks, lo=blocks.lo + rest - lease.first)
 
 
-def joined(ranges: Sequence[BlockRange]) -> list[BlockRange]:
+def join_ranges(ranges: Sequence[BlockRange]) -> list[BlockRange]:
     """Return ranges in order, with those that follow each other joined, except blocks with earlier pushes."""
     found: list[BlockRange] = []
     for each in ranges:
@@ -315,7 +315,7 @@ def joined(ranges: Sequence[BlockRange]) -> list[BlockRange]:
     return found
 
 
-def lease_size(seconds: float | None, left: int, workers: int, gap: float = 0.0) -> int:
+def choose_lease_size(seconds: float | None, left: int, workers: int, gap: float = 0.0) -> int:
     """Return how many blocks the next lease of a worker should have.
 
     `seconds`: how long one of its rounds takes, or None if this is not known yet. `left`: how many blocks no worker
@@ -329,8 +329,8 @@ def lease_size(seconds: float | None, left: int, workers: int, gap: float = 0.0)
     if seconds is None:
         return 1
     share = math.ceil(left / (2 * max(1, workers)))
-    return min(_blocks(max(LEASE_SECONDS, 2 * gap), seconds), max(_blocks(LEAST_SECONDS, seconds), share))
+    return min(_count_blocks(max(LEASE_SECONDS, 2 * gap), seconds), max(_count_blocks(LEAST_SECONDS, seconds), share))
 
 
-def _blocks(duration: float, seconds: float) -> int:
+def _count_blocks(duration: float, seconds: float) -> int:
     return max(1, min(MOST_BLOCKS, round(duration / max(seconds, 1e-6))))

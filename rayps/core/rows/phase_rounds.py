@@ -110,7 +110,7 @@ class Calendar:
         if len(set(steps)) == 1:
             ends = phase_ends(phases, steps[0], epochs=epochs, steps=rounds)
         else:
-            ends = _ends(phases, steps, epochs, rounds)
+            ends = _find_ends(phases, steps, epochs, rounds)
         self.spans: list[PhaseSpan] = []
         begin = epoch = 0
         for phase, end, count in zip(phases, ends, steps, strict=True):
@@ -119,7 +119,7 @@ class Calendar:
             begin, epoch = end, epoch + (phase.epochs or 0)
         self.early: EarlyEnd | None = None
         self._planned_rounds = rounds
-        self._planned_epochs, self._by_rounds = self._epochs(), self.open and rounds is not None
+        self._planned_epochs, self._by_rounds = self._count_epochs(), self.open and rounds is not None
 
     @property
     def rounds(self) -> int:
@@ -134,14 +134,14 @@ class Calendar:
     @property
     def epochs(self) -> int:
         """The total number of epochs; the last may be incomplete."""
-        return self._planned_epochs if self.open else self._epochs()
+        return self._planned_epochs if self.open else self._count_epochs()
 
     @property
     def known_epochs(self) -> int | None:
         """The total number of epochs, or None if the run has a number of rounds and its epochs have no known length."""
         return None if self._by_rounds else self.epochs
 
-    def _epochs(self) -> int:
+    def _count_epochs(self) -> int:
         last = self.spans[-1]
         return last.epoch - (last.begin - last.end) // last.steps
 
@@ -248,7 +248,7 @@ def phase_ends(phases: Sequence[Planned], steps_per_epoch: int, *, epochs: int |
     return [*ends, total]
 
 
-def _ends(phases: Sequence[Planned], steps: Sequence[int], epochs: int | None, rounds: int | None) -> list[int]:
+def _find_ends(phases: Sequence[Planned], steps: Sequence[int], epochs: int | None, rounds: int | None) -> list[int]:
     """Return what `phase_ends` returns, if the phases differ in rounds per epoch."""
     by_epoch = phase_ends(phases, 1, epochs=epochs, steps=None) if rounds is None else []
     found, at, before = [], 0, 0

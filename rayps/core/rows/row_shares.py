@@ -90,12 +90,12 @@ class RowShares:
             raise CheckpointError(f"the checkpoint's shares of rows are damaged: {str(data)[:100]!r}") from error
 
 
-def even_shares(block: int, ranks: int) -> tuple[int, ...]:
+def cut_evenly(block: int, ranks: int) -> tuple[int, ...]:
     """Divide the rows of a block among ranks: the shares differ by at most one row, and the first ones are larger."""
     return tuple(block // ranks + (rank < block % ranks) for rank in range(ranks))
 
 
-def dealt(shares: Sequence[int], rank: int) -> list[int]:
+def deal_places(shares: Sequence[int], rank: int) -> list[int]:
     """Return the places in a block that `rank` takes, in increasing order.
 
     The places are dealt one by one to the ranks in turn; a rank that has its share is passed over. With equal shares,

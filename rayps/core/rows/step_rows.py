@@ -19,7 +19,7 @@ from typing import ClassVar, NamedTuple, Protocol, TypeAlias
 
 from rayps.core.rows.leases import RowLease
 from rayps.core.rows.portions import NOTHING, PortionsPlan, PortionsWalk
-from rayps.core.rows.row_shares import RowShares, dealt
+from rayps.core.rows.row_shares import RowShares, deal_places
 
 Places: TypeAlias = Sequence[int]  # places in the order of an epoch
 
@@ -204,12 +204,12 @@ class ShareCut:
     def places(self, block: RowBlock) -> tuple[Places, ...]:
         """Return the places of the rows of each micro-batch."""
         low, high = self.shares.bounds(block.epoch, block.number, self.rows)
-        own = _dealt(self.shares.shares, block.part)
+        own = _deal(self.shares.shares, block.part)
         most = -(-len(own) // max(1, -(-len(own) // self.batch_size)))  # rows of a micro-batch
         taken = [low + place for place in own if place < high - low]
         return tuple(taken[at * most : (at + 1) * most] for at in range(self.accumulate))
 
 
 @lru_cache(maxsize=64)
-def _dealt(shares: tuple[int, ...], rank: int) -> tuple[int, ...]:
-    return tuple(dealt(shares, rank))
+def _deal(shares: tuple[int, ...], rank: int) -> tuple[int, ...]:
+    return tuple(deal_places(shares, rank))

@@ -113,25 +113,27 @@ def cost_of(facts: Sequence[PushFacts], workers: int) -> BoundCost:
     """
     shortest = min((each.exchange for each in facts), default=0.0)
     waited = sum(each.exchange - shortest for each in facts)
-    losses = mean_and_error([each.loss for each in facts if each.loss is not None])
-    return BoundCost(len(facts), sum(each.seconds for each in facts), waited, lost_share(facts, workers), *losses)
+    losses = find_mean_and_error([each.loss for each in facts if each.loss is not None])
+    return BoundCost(
+        len(facts), sum(each.seconds for each in facts), waited, estimate_lost_share(facts, workers), *losses
+    )
 
 
-def lost_share(facts: Sequence[PushFacts], workers: int) -> float:
+def estimate_lost_share(facts: Sequence[PushFacts], workers: int) -> float:
     """Return the share of progress that is lost by pushes that are not near, from 0 to 1.
 
     It is 0 as far as it cannot be told from noise: two standard errors are subtracted.
     """
     near = [f.agreement for f in facts if f.agreement is not None and f.between <= NEAR * workers]
     far = [f.agreement for f in facts if f.agreement is not None and f.between > NEAR * workers]
-    (close, close_error), (distant, distant_error) = mean_and_error(near), mean_and_error(far)
+    (close, close_error), (distant, distant_error) = find_mean_and_error(near), find_mean_and_error(far)
     if min(len(near), len(far)) < 2 or close <= SURE * close_error:
         return 0.0
     lost = close - distant - SURE * math.hypot(close_error, distant_error)
     return min(1.0, max(0.0, lost / close) * len(far) / (len(near) + len(far)))
 
 
-def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
+def find_mean_and_error(values: Sequence[float]) -> tuple[float, float]:
     """Return the mean of values (NaN if there are none) and its standard error (infinite for fewer than two)."""
     if len(values) < 2:
         return (values[0] if values else math.nan), math.inf
@@ -175,7 +177,7 @@ class BoundControl:
                 self._refuse(bound)
         else:
             self._learn(old, cost.value)
-            best = max(self._candidates(), key=lambda bound: self._promise(bound, cost))
+            best = max(self._list_candidates(), key=lambda bound: self._promise(bound, cost))
             if self._promise(best, cost) > cost.value + GAIN:
                 self.bound = best
         if self.bound == old:
@@ -206,7 +208,7 @@ class BoundControl:
         self._known[bound] = _Known(0.0, self._interval, min(LONGEST_TRUST, TRUST << self._trust[bound]))
         self._trust[bound] += 1
 
-    def _candidates(self) -> list[int | None]:
+    def _list_candidates(self) -> list[int | None]:
         """Return the neighbours. After n raises in succession, the bound n further up comes first.
 
         It does not if the loss has risen before.

@@ -13,8 +13,16 @@ from fractions import Fraction
 from rayps_client.values import JsonObject
 
 from rayps.core.grid import Grid
-from rayps.core.partition import slices
-from rayps.core.pipeline.schedule import Action, Table, idle, idle_formula, peak, splits, table
+from rayps.core.partition import cut_slices
+from rayps.core.pipeline.schedule import (
+    Action,
+    Table,
+    compute_idle,
+    compute_peak,
+    make_table,
+    splits,
+    write_idle_formula,
+)
 from rayps.core.strategy.replica import Pipeline, pipeline_of
 from rayps.core.strategy.strategy import StrategyView
 from rayps.core.strategy.topology import AUTO_BUCKET_MB, Peers, Servers, Topology
@@ -70,7 +78,7 @@ class Costs:
         }
 
 
-def costs(strategy: StrategyView, workers: int, sizes: Sizes, rows: Table | None = None) -> Costs:
+def estimate_costs(strategy: StrategyView, workers: int, sizes: Sizes, rows: Table | None = None) -> Costs:
     """Return the costs of `strategy` on `workers`.
 
     `rows` is the table of a user's own pipeline schedule; None means the table of the strategy's schedule.
@@ -81,39 +89,39 @@ def costs(strategy: StrategyView, workers: int, sizes: Sizes, rows: Table | None
     topology = strategy.topology
     grid, replica = topology.grid(workers), topology.replica
     if not sizes.owned and grid.columns > 1:  # the columns' sizes are not known: assume equal ones
-        owned = tuple(cut.stop - cut.start for cut in slices(sizes.parameters, grid.columns))
+        owned = tuple(cut.stop - cut.start for cut in cut_slices(sizes.parameters, grid.columns))
         sizes = replace(sizes, owned=owned, held=owned)
     traffic = strategy.cost(grid, sizes)
     if replica is None:
-        memory = _memory(topology, sizes, 0, sum(sizes.kept) * sizes.batch, grid.data)
-        return Costs(grid, traffic, memory=[memory], memory_formula=_formula(topology))
+        memory = _estimate_memory(topology, sizes, 0, sum(sizes.kept) * sizes.batch, grid.data)
+        return Costs(grid, traffic, memory=[memory], memory_formula=_write_formula(topology))
     pipeline = pipeline_of(replica)
     if pipeline is not None:
-        traffic.append(_stages(pipeline, grid, sizes))
+        traffic.append(_cost_stages(pipeline, grid, sizes))
     if grid.tensor > 1:
-        traffic += _tensor(grid, sizes, 1 if pipeline is None else pipeline.micro_batches)
-    traffic += _borrowed(grid, sizes)
+        traffic += _cost_tensor(grid, sizes, 1 if pipeline is None else pipeline.micro_batches)
+    traffic += _cost_borrowed(grid, sizes)
     if pipeline is None:
         kept = sizes.kept[0] * sizes.batch if sizes.kept else 0.0
-        return Costs(grid, traffic, memory=[_memory(topology, sizes, i, kept) for i in range(grid.columns)])
+        return Costs(grid, traffic, memory=[_estimate_memory(topology, sizes, i, kept) for i in range(grid.columns)])
     p, m, v = pipeline.stages, pipeline.micro_batches, pipeline.chunks
-    found = table(pipeline.schedule, p, m, v) if rows is None else rows
-    kept_at = [held_bytes(row, sizes, m, splits(found)) for row in found]
+    found = make_table(pipeline.schedule, p, m, v) if rows is None else rows
+    kept_at = [estimate_held_bytes(row, sizes, m, splits(found)) for row in found]
     return Costs(
         grid,
         traffic,
-        idle(pipeline.schedule, p, m, v),
-        idle_formula(pipeline.schedule),
-        [peak(pipeline.schedule, p, m, rank, v) for rank in range(p)],
-        [_memory(topology, sizes, i, kept_at[i // grid.tensor]) for i in range(grid.columns)],
+        compute_idle(pipeline.schedule, p, m, v),
+        write_idle_formula(pipeline.schedule),
+        [compute_peak(pipeline.schedule, p, m, rank, v) for rank in range(p)],
+        [_estimate_memory(topology, sizes, i, kept_at[i // grid.tensor]) for i in range(grid.columns)],
     )
 
 
-def held_bytes(row: list[Action], sizes: Sizes, micro_batches: int, split: bool) -> float:
+def estimate_held_bytes(row: list[Action], sizes: Sizes, micro_batches: int, split: bool) -> float:
     """Return the most bytes of activations that a stage with these actions holds at once, or 0 if not known."""
     if not sizes.kept:
         return 0.0
-    counts = [cut.stop - cut.start for cut in slices(sizes.batch, micro_batches)]
+    counts = [cut.stop - cut.start for cut in cut_slices(sizes.batch, micro_batches)]
     held = most = 0.0
     for kind, chunk, micro in row:
         size = sizes.kept[chunk] * counts[micro]
@@ -122,7 +130,7 @@ def held_bytes(row: list[Action], sizes: Sizes, micro_batches: int, split: bool)
     return most
 
 
-def amount(count: float) -> str:
+def format_bytes(count: float) -> str:
     """Format a number of bytes, such as `1.5 MB`."""
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
         if count >= size:
@@ -130,7 +138,7 @@ def amount(count: float) -> str:
     return f"{count:.0f} bytes"
 
 
-def _stages(replica: Pipeline, grid: Grid, sizes: Sizes) -> TrafficCost:
+def _cost_stages(replica: Pipeline, grid: Grid, sizes: Sizes) -> TrafficCost:
     """Return the cost of sending activations and their gradients between neighbouring chunks."""
     p, v = replica.stages, replica.chunks
     m = min(replica.micro_batches, sizes.batch) if sizes.batch else replica.micro_batches
@@ -155,7 +163,7 @@ def _stages(replica: Pipeline, grid: Grid, sizes: Sizes) -> TrafficCost:
     )
 
 
-def _tensor(grid: Grid, sizes: Sizes, micro_batches: int) -> list[TrafficCost]:
+def _cost_tensor(grid: Grid, sizes: Sizes, micro_batches: int) -> list[TrafficCost]:
     """Return the cost of the sums and gathers that tensor ranks compute together inside layers."""
     n, replicas, stages = grid.tensor, grid.data, len(sizes.summed)
     known = bool(sizes.summed and sizes.batch)
@@ -178,7 +186,7 @@ def _tensor(grid: Grid, sizes: Sizes, micro_batches: int) -> list[TrafficCost]:
     return found
 
 
-def _borrowed(grid: Grid, sizes: Sizes) -> list[TrafficCost]:
+def _cost_borrowed(grid: Grid, sizes: Sizes) -> list[TrafficCost]:
     """Return the cost of parameters that columns borrow from each other at the start of a step."""
     found = []
     if sizes.tied:
@@ -201,7 +209,9 @@ def _borrowed(grid: Grid, sizes: Sizes) -> list[TrafficCost]:
     return found
 
 
-def _memory(topology: Topology, sizes: Sizes, column: int, activations: float, workers: int = 1) -> dict[str, float]:
+def _estimate_memory(
+    topology: Topology, sizes: Sizes, column: int, activations: float, workers: int = 1
+) -> dict[str, float]:
     """Return the memory in bytes of one worker of `column`, by purpose."""
     own = sizes.columns[column] * sizes.width
     held = (sizes.held[column] if sizes.held else sizes.columns[column]) * sizes.width
@@ -213,11 +223,11 @@ def _memory(topology: Topology, sizes: Sizes, column: int, activations: float, w
         "activations": activations,
     }
     if isinstance(topology, Peers) and topology.shard is not None:
-        found |= sharded_memory(topology, own, sizes.states, workers)
+        found |= estimate_sharded_memory(topology, own, sizes.states, workers)
     return found | {"all": sum(found.values())}
 
 
-def _formula(topology: Topology) -> str:
+def _write_formula(topology: Topology) -> str:
     if not isinstance(topology, Peers) or topology.shard is None:
         return ""
     gradients = {"optimizer": "V", "gradients": "V/N + a bucket", "parameters": "V/N"}[topology.shard]
@@ -229,7 +239,7 @@ def _formula(topology: Topology) -> str:
     )
 
 
-def sharded_memory(topology: Peers, vector: float, states: float, workers: int) -> dict[str, float]:
+def estimate_sharded_memory(topology: Peers, vector: float, states: float, workers: int) -> dict[str, float]:
     """Return the memory in bytes of one of N workers that hold slices of the state, by purpose, without activations.
 
     V is the bytes of the parameters (`vector`), k the numbers in the optimizer's state for each element (`states`), and

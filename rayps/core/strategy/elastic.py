@@ -46,12 +46,12 @@ class ElasticWorkers:
         Raises:
             ConfigError: a value is invalid.
         """
-        if not _whole(self.most) or self.most < least:
+        if not _is_whole(self.most) or self.most < least:
             raise ConfigError(
                 f"workers is ({least}, {self.most!r}): give the least and the most number of workers, in this order",
                 field="workers",
             )
-        if self.global_batch is not None and (not _whole(self.global_batch) or self.global_batch < self.most):
+        if self.global_batch is not None and (not _is_whole(self.global_batch) or self.global_batch < self.most):
             raise ConfigError(
                 f"global_batch is {self.global_batch!r} and there are up to {self.most} workers: give a whole number "
                 f"of rows, at least {self.most}, so that each worker has a row in each round",
@@ -71,7 +71,7 @@ class ElasticWorkers:
             raise ConfigError(f"balance is {self.balance!r}: give True or False", field="balance")
         last = -1
         for at, count in self.replay or ():
-            if not _whole(at) or at <= last or not _whole(count) or count < 1:
+            if not _is_whole(at) or at <= last or not _is_whole(count) or count < 1:
                 raise ConfigError(
                     f"replay has ({at!r}, {count!r}) after round {last}: give pairs (round, workers) with increasing "
                     "rounds",
@@ -128,11 +128,11 @@ class ElasticWorkers:
         values: dict[str, Json] = dict(given)
         replay = values.get("replay")
         if replay is not None:
-            values["replay"] = _pairs(replay)
+            values["replay"] = _parse_pairs(replay)
         return cls(**values)  # type: ignore[arg-type]
 
 
-def misplaced(name: object) -> str | None:
+def explain_misplaced(name: object) -> str | None:
     """Return the way out if a job has the field `name` beside `workers` that belongs into `elastic`, else None."""
     if name in ElasticWorkers.__dataclass_fields__:
         return f"a job has no field {name!r} itself: write it into elastic, as in elastic: {{{name}: ...}}"
@@ -145,9 +145,9 @@ def range_of(workers: object) -> tuple[int, int] | None:
     Raises:
         ConfigError: `workers` is neither.
     """
-    if _whole(workers):
+    if _is_whole(workers):
         return None
-    if isinstance(workers, (tuple, list)) and len(workers) == 2 and all(_whole(each) for each in workers):
+    if isinstance(workers, (tuple, list)) and len(workers) == 2 and all(_is_whole(each) for each in workers):
         least, most = workers
         if 1 <= least <= most:
             return least, most
@@ -176,11 +176,11 @@ def workers_of_text(text: str) -> int | tuple[int, int]:
     return found
 
 
-def _pairs(value: Json) -> tuple[tuple[int, int], ...]:
+def _parse_pairs(value: Json) -> tuple[tuple[int, int], ...]:
     if not isinstance(value, Sequence) or not all(isinstance(each, Sequence) and len(each) == 2 for each in value):
         raise ConfigError(f"replay is {value!r:.100}: give pairs (round, workers)", field="replay")
     return tuple((each[0], each[1]) for each in value)  # type: ignore[misc, index]
 
 
-def _whole(value: object) -> bool:
+def _is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)

@@ -32,17 +32,17 @@ def options_of(kind: type) -> list[Option]:
     """
     found: list[Option] = []
     for field in dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ():
-        inner = _kind(field)
+        inner = _find_kind(field)
         found += [field] if inner is None else options_of(inner)
     return found
 
 
-def written_options(value: Any) -> Iterator[tuple[Option, Any]]:
+def yield_options(value: Any) -> Iterator[tuple[Option, Any]]:
     """Yield each option of `value`, including nested options, as (option, value of the option)."""
     for field in dataclasses.fields(value) if dataclasses.is_dataclass(value) else ():
         held = getattr(value, field.name)
-        if _kind(field) is not None:
-            yield from written_options(held)
+        if _find_kind(field) is not None:
+            yield from yield_options(held)
         else:
             yield field, held
 
@@ -53,19 +53,19 @@ def wire_of(value: HasName) -> JsonObject:
     An option whose default and value are both None is left out.
     """
     found: JsonObject = {"name": value.name}
-    for field, held in sorted(written_options(value), key=lambda option: option[0].default is None):
+    for field, held in sorted(yield_options(value), key=lambda option: option[0].default is None):
         if field.default is not None or held is not None:
-            found[field.name] = _plain(held)
+            found[field.name] = _write_plain(held)
     return found
 
 
-def _kind(field: Option) -> type | None:
+def _find_kind(field: Option) -> type | None:
     """Return the dataclass of a field's nested value, or None if the field is itself an option."""
     made = field.default_factory
     return made if "nested" in field.metadata and isinstance(made, type) else None
 
 
-def _plain(value: Any) -> Any:
+def _write_plain(value: Any) -> Any:
     if hasattr(value, "__dataclass_fields__") and hasattr(value, "name"):
         return wire_of(value)
     return list(value) if isinstance(value, tuple) else value
@@ -112,7 +112,7 @@ class FlatOptions:
 
 def _take_value(kind: type, field: Option, options: Keywords) -> Any:
     """Build the value of a field from the options that belong to it, and remove those options from `options`."""
-    inner = _kind(field)
+    inner = _find_kind(field)
     given = options.pop(field.name, dataclasses.MISSING)
     if given is dataclasses.MISSING:
         given = field.default if inner is None else inner()

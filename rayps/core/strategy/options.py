@@ -11,7 +11,7 @@ from rayps_client.values import Json
 
 from rayps.core.refusals.table import refuse
 from rayps.core.rows.dropped_steps import LATE_LIMIT, LateWorkers
-from rayps.core.strategy.text import quoted
+from rayps.core.strategy.text import quote
 
 
 def whole(owner: object, field: str, least: int = 1, *, none: bool = False, hint: str = "") -> None:
@@ -19,7 +19,7 @@ def whole(owner: object, field: str, least: int = 1, *, none: bool = False, hint
     given = getattr(owner, field)
     if (given is None and none) or (isinstance(given, int) and not isinstance(given, bool) and given >= least):
         return
-    raise _wrong(field, given, f"a whole number of at least {least}", none, hint)
+    raise _explain_refusal(field, given, f"a whole number of at least {least}", none, hint)
 
 
 def number(
@@ -46,21 +46,21 @@ def number(
             return
     bounds = (("of at least", least), ("above", above), ("below", below), ("up to", most))
     within = " and ".join(f"{word} {bound:g}" for word, bound in bounds if bound is not None)
-    raise _wrong(field, given, expected or f"a number {within}", none)
+    raise _explain_refusal(field, given, expected or f"a number {within}", none)
 
 
 def choice(owner: object, field: str, known: tuple[str, ...]) -> None:
     """Check that option `field` of `owner` is one of the words in `known`."""
     given = getattr(owner, field)
     if given not in known:
-        raise _wrong(field, given, " or ".join(known) if len(known) < 3 else f"one of {', '.join(known)}")
+        raise _explain_refusal(field, given, " or ".join(known) if len(known) < 3 else f"one of {', '.join(known)}")
 
 
 def flag(owner: object, field: str) -> None:
     """Check that option `field` of `owner` is True or False."""
     given = getattr(owner, field)
     if not isinstance(given, bool):
-        raise _wrong(field, given, "true or false")
+        raise _explain_refusal(field, given, "true or false")
 
 
 def late_workers(owner: object) -> LateWorkers:
@@ -76,5 +76,5 @@ def late_workers(owner: object) -> LateWorkers:
     return LateWorkers(LATE_LIMIT if limit is None else limit, bool(replaces))
 
 
-def _wrong(field: str, given: Json, expected: str, none: bool = False, hint: str = "") -> ConfigError:
-    return ConfigError(f"{field} is {quoted(given)}: give {expected}{', or none' * none}{hint}", field=field)
+def _explain_refusal(field: str, given: Json, expected: str, none: bool = False, hint: str = "") -> ConfigError:
+    return ConfigError(f"{field} is {quote(given)}: give {expected}{', or none' * none}{hint}", field=field)

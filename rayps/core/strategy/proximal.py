@@ -33,14 +33,14 @@ PROX: dict[str, Callable[[Tensor, float], Tensor]] = {"l1": soft_threshold, "l2"
 
 
 def prox(regularizer: str | None, v: Tensor, t: float) -> Tensor:
-    """Apply prox_{tg}(v) in place. `regularizer` is g as `canonical` writes it; None means g = 0: no change."""
+    """Apply prox_{tg}(v) in place. `regularizer` is g as `write_canonical` writes it; None means g = 0: no change."""
     if regularizer is None:
         return v
     name, weight = _read(form(regularizer))
     return PROX[name](v, t * weight)
 
 
-def canonical(given: Json) -> str | None:
+def write_canonical(given: Json) -> str | None:
     """Return a regularizer as canonical text, such as `l1(weight=0.1)`, or None if `given` is None.
 
     `given` is the canonical text, `l1(0.1)`, or {"name": "l1", "weight": 0.1}.
@@ -50,11 +50,11 @@ def canonical(given: Json) -> str | None:
     """
     if given is None:
         return None
-    spec = _spec(given) if isinstance(given, str) else given
+    spec = _parse(given) if isinstance(given, str) else given
     try:
         name, weight = _read(spec)
     except ValueError:
-        raise _refused(given) from None
+        raise _explain_refusal(given) from None
     return f"{name}(weight={weight!r})"
 
 
@@ -70,7 +70,7 @@ def _read(spec: Json) -> tuple[str, float]:
     return name, float(weight)
 
 
-def _spec(given: str) -> JsonObject | None:
+def _parse(given: str) -> JsonObject | None:
     name, opens, inside = given.strip().partition("(")
     if opens and "=" not in inside:
         given = f"{name}(weight={inside}"
@@ -80,7 +80,7 @@ def _spec(given: str) -> JsonObject | None:
         return None
 
 
-def _refused(given: Json) -> ConfigError:
+def _explain_refusal(given: Json) -> ConfigError:
     return ConfigError(
         f"regularizer is {given!r}: give {' or '.join(f'{name}(weight=0.1)' for name in PROX)} with a weight of 0 or "
         "more, or none",

@@ -49,25 +49,25 @@ def form(text: str, depth: int = 0) -> JsonObject:
     text = text.strip()
     opens, colon = text.find("("), text.find(":")
     if opens >= 0 and (colon < 0 or opens < colon):
-        name, inside = text[:opens], _inside(text, opens, depth)
+        name, inside = text[:opens], _read_inside(text, opens, depth)
     else:
         name, _, inside = text.partition(":")
     name = name.strip()
     found: JsonObject = {"name": name}
-    for part in _parts(inside):
+    for part in _split(inside):
         key, equals, value = part.partition("=")
         key = key.strip()
         if not equals or "(" in key:
             if len(found) > 1 or name not in FIRST:
-                raise _nameless(name, part)
+                raise _explain_nameless(name, part)
             key, value = FIRST[name], part
         if key in found:
-            raise ConfigError(f"strategy option {key!r} is given twice in {_short(text)}", field="strategy")
-        found[key] = _value(value.strip(), depth)
+            raise ConfigError(f"strategy option {key!r} is given twice in {_shorten(text)}", field="strategy")
+        found[key] = _parse_value(value.strip(), depth)
     return found
 
 
-def scalar(text: str) -> Json:
+def parse_scalar(text: str) -> Json:
     """Convert a word of the text form to None, True, False or a number; return any other word unchanged."""
     if text.lower() in _WORDS:
         return _WORDS[text.lower()]
@@ -79,66 +79,68 @@ def scalar(text: str) -> Json:
     return text
 
 
-def written(spec: Json) -> str:
+def write_strategy(spec: Json) -> str:
     """Convert a strategy from wire form to text that `rayps.strategies.catalogue.parse` can read."""
     if isinstance(spec, list):
         return " > ".join(
-            f"{phase['epochs']}*{written(phase['strategy'])}" if phase.get("epochs") else written(phase["strategy"])
+            f"{phase['epochs']}*{write_strategy(phase['strategy'])}"
+            if phase.get("epochs")
+            else write_strategy(phase["strategy"])
             for phase in spec
         )
     if not isinstance(spec, dict):
         return str(spec)
-    options = _listed({key: value for key, value in spec.items() if key != "name"})
+    options = _write_options({key: value for key, value in spec.items() if key != "name"})
     return f"{spec.get('name')}:{options}" if options else str(spec.get("name"))
 
 
-def _listed(options: JsonObject) -> str:
-    return ",".join(f"{key}={nested(value)}" for key, value in options.items())
+def _write_options(options: JsonObject) -> str:
+    return ",".join(f"{key}={write_nested(value)}" for key, value in options.items())
 
 
-def nested(value: Json) -> str:
+def write_nested(value: Json) -> str:
     """Return a value in its text form within options, such as `krum(f=4)`."""
     if isinstance(value, dict):
-        return f"{value.get('name', '')}({_listed({k: v for k, v in value.items() if k != 'name'})})"
+        return f"{value.get('name', '')}({_write_options({k: v for k, v in value.items() if k != 'name'})})"
     if isinstance(value, (list, tuple)):
-        return f"({','.join(map(nested, value))})"
+        return f"({','.join(map(write_nested, value))})"
     return "none" if value is None else str(value)
 
 
-def quoted(value: object) -> str:
+def quote(value: object) -> str:
     """Return a value for an error's text: options in wire form as the text that a user writes, others by repr."""
-    return repr(nested(dict(value))) if isinstance(value, Mapping) else repr(value)
+    return repr(write_nested(dict(value))) if isinstance(value, Mapping) else repr(value)
 
 
-def _nameless(name: str, part: str) -> ConfigError:
+def _explain_nameless(name: str, part: str) -> ConfigError:
     """Return the error for an option without a key."""
     if name in FIRST:
         to = repr(name)
         hint = f"only the first option, {FIRST[name]}, may omit its key; write the others as key=value"
     elif part.isidentifier():
         return ConfigError(
-            f"option {_short(part)} of {name!r} has no value: write {part}=..., as in parameter_server:staleness=3",
+            f"option {_shorten(part)} of {name!r} has no value: write {part}=..., as in parameter_server:staleness=3",
             field="strategy",
         )
     else:
         to = f"{name!r}{near(name, FIRST)}"
         hint = "write its options as key=value, as in parameter_server:staleness=3,shards=2 or krum(f=4)"
-    return ConfigError(f"{_short(part)} is given to {to} without a key: {hint}", field="strategy")
+    return ConfigError(f"{_shorten(part)} is given to {to} without a key: {hint}", field="strategy")
 
 
-def _value(text: str, depth: int) -> Json:
+def _parse_value(text: str, depth: int) -> Json:
     if "(" not in text:
-        return scalar(text)
-    inside = _inside(text, text.find("("), depth)
+        return parse_scalar(text)
+    inside = _read_inside(text, text.find("("), depth)
     if not text.startswith("("):
         return form(text, depth + 1)
-    parts = _parts(inside)
+    parts = _split(inside)
     if any("=" in part.partition("(")[0] for part in parts):
         return {key: value for key, value in form(f"-({inside})", depth + 1).items() if key != "name"}
-    return [_value(part, depth + 1) for part in parts]
+    return [_parse_value(part, depth + 1) for part in parts]
 
 
-def _inside(text: str, opens: int, depth: int) -> str:
+def _read_inside(text: str, opens: int, depth: int) -> str:
     """Return the text in the parentheses that begin at `opens` and must end at the end of the text."""
     if depth > DEEPEST:
         raise ConfigError(f"a strategy's parentheses may be nested at most {DEEPEST} deep", field="strategy")
@@ -148,11 +150,11 @@ def _inside(text: str, opens: int, depth: int) -> str:
         if level == 0:
             break
     if not text.endswith(")") or level != 1:
-        raise ConfigError(f"the parentheses of {_short(text)} do not match", field="strategy")
+        raise ConfigError(f"the parentheses of {_shorten(text)} do not match", field="strategy")
     return inside
 
 
-def _parts(text: str) -> list[str]:
+def _split(text: str) -> list[str]:
     """Split at the commas outside of parentheses."""
     parts, level, begin = [], 0, 0
     for at, letter in enumerate(text):
@@ -161,9 +163,9 @@ def _parts(text: str) -> list[str]:
             parts.append(text[begin:at])
             begin = at + 1
     if level:
-        raise ConfigError(f"the parentheses of {_short(text)} do not match", field="strategy")
+        raise ConfigError(f"the parentheses of {_shorten(text)} do not match", field="strategy")
     return [part for part in (each.strip() for each in [*parts, text[begin:]]) if part]
 
 
-def _short(text: str) -> str:
+def _shorten(text: str) -> str:
     return repr(text if len(text) <= 100 else text[:97] + "...")

@@ -194,7 +194,7 @@ class Peers:
         Raises ConfigError if they are not a whole number of replicas, or too few beside the backup workers.
         """
         _check_backup(self.backup, workers)
-        return _grid(self.replica, workers)
+        return _make_grid(self.replica, workers)
 
     def check(self, name: str, job: JobFacts) -> None:
         """Raise ConfigError if the job cannot be combined with this topology. `name` is the strategy's name."""
@@ -284,7 +284,7 @@ class Servers:
         Raises ConfigError if they are not a whole number of replicas, or too few beside the backup workers.
         """
         _check_backup(self.backup, workers)
-        return _grid(self.replica, workers)
+        return _make_grid(self.replica, workers)
 
     def shards(self, columns: int) -> int:
         """Return the number of servers for a model in `columns` parts: at least one for each part."""
@@ -492,7 +492,7 @@ def group_of(topology: Topology) -> tuple[int, int]:
     return (servers.count, servers.replicas or 0) if isinstance(servers, Servers) else (0, 0)
 
 
-def _grid(replica: Replica | None, workers: int) -> Grid:
+def _make_grid(replica: Replica | None, workers: int) -> Grid:
     return Grid(workers) if replica is None else Grid.of(workers, replica.stages, replica.tensor)
 
 

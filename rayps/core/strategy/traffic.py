@@ -70,7 +70,7 @@ def ring_mean(grid: Grid, sizes: Sizes, compression: str | None, *, overlaps: bo
     if n == 1:
         return [one_replica()]
     each = f" in each of {len(vectors)} columns" if len(vectors) > 1 else ""
-    share, why = compressed(compression, sizes.width)
+    share, why = describe_compressed(compression, sizes.width)
     return [
         TrafficCost(
             f"gradients around the ring of {n}{each}",
@@ -145,7 +145,7 @@ def periodic_mean(
     n, vector = grid.data, sum(size * sizes.width for size in sizes.columns)
     if n == 1:
         return [one_replica()]
-    share, why = compressed(compression, sizes.width)
+    share, why = describe_compressed(compression, sizes.width)
     also = sizes.states if moments else 0.0
     found = None if share is None or every is None else 2 * (n - 1) * vector * (share + also) / every
     when = f"every {every} steps" if every is not None else "at the end of each part of the phase, per step of a part"
@@ -182,7 +182,7 @@ def push_pull(
     grid: Grid, sizes: Sizes, shards: int, compression: str | None, *, push_every: int, pull_every: int, overlaps: bool
 ) -> list[TrafficCost]:
     """Return the cost of pulls from and pushes to `shards` servers. With `overlaps`, a push overlaps the next step."""
-    share, why = compressed(compression, sizes.width)
+    share, why = describe_compressed(compression, sizes.width)
     what, each = f"{shards} shard{'s'[: shards != 1]}", f"V/{shards} to each shard"
     parts = []
     for verb, every, factor, words in (("pull from", pull_every, 1.0, ""), ("push to", push_every, share, why)):
@@ -200,7 +200,7 @@ def push_pull(
     return parts
 
 
-def compressed(compression: str | None, width: int) -> tuple[float | None, str]:
+def describe_compressed(compression: str | None, width: int) -> tuple[float | None, str]:
     """Return the fraction of a vector's bytes that is sent, and text for a formula.
 
     The fraction is None if it depends on the data.

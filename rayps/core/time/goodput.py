@@ -17,7 +17,7 @@ from pathlib import Path
 from rayps_client.values import JsonObject
 
 from rayps.core.time.machine_waits import MachineWaits
-from rayps.core.time.member_times import SERVERS, MemberTimes, added, member_times
+from rayps.core.time.member_times import SERVERS, MemberTimes, add_seconds, read_member_times
 from rayps.core.time.time_account import PARTS, USEFUL
 
 FILE = "time.jsonl"
@@ -180,22 +180,22 @@ def job_time(lines: Iterable[JsonObject]) -> JobTime:
     for line in lines:
         if "event" in line:
             kind, message = str(line["event"]), str(line.get("message", ""))
-            events.append(TimeEvent(_number(line.get("time")), kind, message, bool(line.get("lost"))))
+            events.append(TimeEvent(_read_number(line.get("time")), kind, message, bool(line.get("lost"))))
         elif isinstance(line.get("name"), str) and isinstance(line.get("parts"), dict):
             found = ProcessTimes(
                 str(line["name"]),
-                _number(line.get("began")),
-                _number(line.get("wall")),
-                member_times(line),
+                _read_number(line.get("began")),
+                _read_number(line.get("wall")),
+                read_member_times(line),
                 str(line.get("host") or ""),
                 bool(line.get("replaces")),
             )
             reports.setdefault(found.name, []).append(found)
-    names = sorted(reports, key=_order)
-    totals = [_totals(reports[name]) for name in names]
-    members = _named(totals)
+    names = sorted(reports, key=_make_sort_key)
+    totals = [_add_up(reports[name]) for name in names]
+    members = _name_waits(totals)
     slices = {
-        after.name: tuple(_waiting_less(each, before, after) for each in _slices(reports[after.name]))
+        after.name: tuple(_move_waits(each, before, after) for each in _cut_slices(reports[after.name]))
         for before, after in zip(totals, members, strict=True)
     }
     return JobTime(members, slices, tuple(events))
@@ -220,9 +220,9 @@ def read_lines(path: Path) -> list[JsonObject]:
     return found
 
 
-def _totals(reports: Sequence[ProcessTimes]) -> MemberTotals:
+def _add_up(reports: Sequence[ProcessTimes]) -> MemberTotals:
     """Return the totals of one member from its reports."""
-    last = _processes(reports)
+    last = _find_last_reports(reports)
     first = last[0]
     times, before, wall = MemberTimes(), first.began, 0.0
     for process in last:
@@ -232,13 +232,13 @@ def _totals(reports: Sequence[ProcessTimes]) -> MemberTotals:
     return MemberTotals(first.name, first.kind, last[-1].host, first.began, wall, times, len(last))
 
 
-def _processes(reports: Sequence[ProcessTimes]) -> list[ProcessTimes]:
+def _find_last_reports(reports: Sequence[ProcessTimes]) -> list[ProcessTimes]:
     """Return the last report of each process, in the order in which the processes were started."""
     newest = {report.began: report for report in reports}
     return [newest[began] for began in sorted(newest)]
 
 
-def _slices(reports: Sequence[ProcessTimes]) -> tuple[TimeSlice, ...]:
+def _cut_slices(reports: Sequence[ProcessTimes]) -> tuple[TimeSlice, ...]:
     """Return the member's timeline, in at most `MOST_SLICES` slices."""
     found: list[TimeSlice] = []
     by_process: dict[float, list[ProcessTimes]] = {}
@@ -255,32 +255,32 @@ def _slices(reports: Sequence[ProcessTimes]) -> tuple[TimeSlice, ...]:
             rounds, machine = max(0, times.rounds - before.rounds), times.machine.since(before.machine)
             found.append(TimeSlice(at, report.ended, parts, rounds, machine))
             before, at = times, report.ended
-    return _thinned([each for each in found if each.end > each.begin])
+    return _thin_out([each for each in found if each.end > each.begin])
 
 
-def _thinned(slices: list[TimeSlice]) -> tuple[TimeSlice, ...]:
+def _thin_out(slices: list[TimeSlice]) -> tuple[TimeSlice, ...]:
     step = -(-len(slices) // MOST_SLICES)
     groups = [slices[at : at + step] for at in range(0, len(slices), step)] if step > 1 else [[one] for one in slices]
     found = []
     for group in groups:
         parts, machine = group[0].parts, group[0].machine
         for each in group[1:]:
-            parts, machine = added(parts, each.parts), machine.plus(each.machine)
+            parts, machine = add_seconds(parts, each.parts), machine.plus(each.machine)
         found.append(TimeSlice(group[0].begin, group[-1].end, parts, sum(each.rounds for each in group), machine))
     return tuple(found)
 
 
-def _order(name: str) -> tuple[bool, str, int, str]:
+def _make_sort_key(name: str) -> tuple[bool, str, int, str]:
     kind, _, place = name.rpartition("-")
     number, _, holder = place.partition(".")
     return (not name.startswith("worker-"), kind, int(number) if number.isdigit() else 0, holder)
 
 
-def _number(value: object) -> float:
+def _read_number(value: object) -> float:
     return float(value) if isinstance(value, (int, float)) else 0.0
 
 
-def _named(members: Sequence[MemberTotals]) -> tuple[MemberTotals, ...]:
+def _name_waits(members: Sequence[MemberTotals]) -> tuple[MemberTotals, ...]:
     """Return members in which workers' waits for servers name the workers for whose pushes the servers waited.
 
     The servers work at the same time: the largest delay of all servers counts. What remains of the waits for servers is
@@ -292,19 +292,19 @@ def _named(members: Sequence[MemberTotals]) -> tuple[MemberTotals, ...]:
             found = delays.setdefault(who, {})
             for peer, seconds in by.items():
                 found[peer] = max(seconds, found.get(peer, 0.0))
-    return tuple(_without_servers(each, delays.get(each.name, {})) for each in members)
+    return tuple(_take_out_servers(each, delays.get(each.name, {})) for each in members)
 
 
-def _waiting_less(slice_: TimeSlice, before: MemberTotals, after: MemberTotals) -> TimeSlice:
-    """Return a slice in which as much of the waits is communication as in the member's totals: see `_named`."""
+def _move_waits(slice_: TimeSlice, before: MemberTotals, after: MemberTotals) -> TimeSlice:
+    """Return a slice in which as much of the waits is communication as in the member's totals: see `_name_waits`."""
     waited, waiting = slice_.parts.get("waiting", 0.0), before.parts.get("waiting", 0.0)
     moved = waited * (1 - after.parts.get("waiting", 0.0) / waiting) if waiting > 0 else 0.0
     if not moved:
         return slice_
-    return replace(slice_, parts=added(slice_.parts, {"waiting": -moved, "communication": moved}))
+    return replace(slice_, parts=add_seconds(slice_.parts, {"waiting": -moved, "communication": moved}))
 
 
-def _without_servers(member: MemberTotals, delays: dict[str, float]) -> MemberTotals:
+def _take_out_servers(member: MemberTotals, delays: dict[str, float]) -> MemberTotals:
     times = member.times
     whole = times.waits.get(SERVERS, 0.0)
     if whole <= 0:
@@ -313,6 +313,6 @@ def _without_servers(member: MemberTotals, delays: dict[str, float]) -> MemberTo
     scale = min(1.0, whole / delayed) if delayed > 0 else 0.0
     rest = whole - scale * delayed
     waits = {peer: value for peer, value in times.waits.items() if peer != SERVERS}
-    waits = added(waits, {peer: scale * value for peer, value in delays.items()})
-    parts = added(times.parts, {"waiting": -rest, "communication": rest})
+    waits = add_seconds(waits, {peer: scale * value for peer, value in delays.items()})
+    parts = add_seconds(times.parts, {"waiting": -rest, "communication": rest})
     return replace(member, times=replace(times, parts=parts, waits=waits))

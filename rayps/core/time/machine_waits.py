@@ -59,16 +59,16 @@ class ThreadWaits:
         self._task = proc / pid / "task" / str(thread)
         self._io = proc / pid / "io"
         self._clock = clock
-        self._counted = _text(proc / "sys/kernel/task_delayacct").strip() == "1"
+        self._counted = _read_text(proc / "sys/kernel/task_delayacct").strip() == "1"
         self._tick = 1.0 / os.sysconf("SC_CLK_TCK")
         self._looked = clock()
         self._sampled = 0.0
-        self._first = self._now()
+        self._first = self._read_waits()
         self._last = MachineWaits(sampled=not self._counted)
 
     def read(self) -> MachineWaits:
         """Return the waits so far. After the thread has ended, return those of the last call."""
-        now = self._now()
+        now = self._read_waits()
         if now is not None and self._first is not None:
             first = self._first
             self._last = MachineWaits(
@@ -80,9 +80,9 @@ class ThreadWaits:
             )
         return self._last
 
-    def _now(self) -> MachineWaits | None:
-        times = _text(self._task / "schedstat").split()
-        state = _text(self._task / "stat").rpartition(")")[2].split()
+    def _read_waits(self) -> MachineWaits | None:
+        times = _read_text(self._task / "schedstat").split()
+        state = _read_text(self._task / "stat").rpartition(")")[2].split()
         at = self._clock()
         passed, self._looked = min(at - self._looked, MOST_SAMPLE_SECONDS), at
         if len(times) < 2:
@@ -90,11 +90,11 @@ class ThreadWaits:
         ticks = int(state[_BLOCK_TICKS]) if len(state) > _BLOCK_TICKS else 0
         if state and state[_STATE] == "D":
             self._sampled += passed
-        read = next((line for line in _text(self._io).splitlines() if line.startswith("read_bytes:")), "0 0")
+        read = next((line for line in _read_text(self._io).splitlines() if line.startswith("read_bytes:")), "0 0")
         return MachineWaits(int(times[0]) / 1e9, int(times[1]) / 1e9, ticks * self._tick, int(read.split()[1]))
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="ascii", errors="replace")
     except OSError:

@@ -68,13 +68,13 @@ class MemberTimes:
         """Return the sums of both, of two spans of time that follow each other."""
         lines = {peer: line.after(self.lines.get(peer, LineFacts())) for peer, line in other.lines.items()}
         return MemberTimes(
-            added(self.parts, other.parts),
-            added(self.waits, other.waits),
+            add_seconds(self.parts, other.parts),
+            add_seconds(self.waits, other.waits),
             self.machine.plus(other.machine),
             self.lines | lines,
             self.rounds + other.rounds,
             {
-                who: added(self.delays.get(who, {}), other.delays.get(who, {}))
+                who: add_seconds(self.delays.get(who, {}), other.delays.get(who, {}))
                 for who in {**self.delays, **other.delays}
             },
         )
@@ -97,10 +97,9 @@ class MemberTimes:
         return {
             "parts": {part: round(value, 4) for part, value in self.parts.items()},
             "waits": {peer: round(value, 4) for peer, value in self.waits.items()},
-            "machine": {name: _rounded(value) for name, value in asdict(self.machine).items()},
+            "machine": {name: _round(value) for name, value in asdict(self.machine).items()},
             "lines": {
-                peer: {name: _rounded(value) for name, value in asdict(line).items()}
-                for peer, line in self.lines.items()
+                peer: {name: _round(value) for name, value in asdict(line).items()} for peer, line in self.lines.items()
             },
             "rounds": self.rounds,
             **(
@@ -115,17 +114,17 @@ class MemberTimes:
         }
 
 
-def added(first: dict[str, float], second: dict[str, float]) -> dict[str, float]:
+def add_seconds(first: dict[str, float], second: dict[str, float]) -> dict[str, float]:
     """Return the sums of two dicts, key by key."""
     return {key: first.get(key, 0.0) + second.get(key, 0.0) for key in {**first, **second}}
 
 
-def member_times(given: JsonObject) -> MemberTimes:
+def read_member_times(given: JsonObject) -> MemberTimes:
     """Return the report that `MemberTimes.to_json` wrote. What is no number, or not known, is left out."""
-    machine, rounds = _numbers(given.get("machine")), given.get("rounds")
+    machine, rounds = _keep_numbers(given.get("machine")), given.get("rounds")
     return MemberTimes(
-        _numbers(given.get("parts")),
-        _numbers(given.get("waits")),
+        _keep_numbers(given.get("parts")),
+        _keep_numbers(given.get("waits")),
         MachineWaits(
             machine.get("cpu", 0.0),
             machine.get("cpu_wait", 0.0),
@@ -133,24 +132,24 @@ def member_times(given: JsonObject) -> MemberTimes:
             int(machine.get("read_bytes", 0)),
             bool(machine.get("sampled", True)),
         ),
-        {peer: _line(_numbers(line)) for peer, line in _dict(given.get("lines")).items()},
+        {peer: _read_line(_keep_numbers(line)) for peer, line in _read_dict(given.get("lines")).items()},
         int(rounds) if isinstance(rounds, (int, float)) else 0,
-        {who: _numbers(by) for who, by in _dict(given.get("delays")).items()},
+        {who: _keep_numbers(by) for who, by in _read_dict(given.get("delays")).items()},
     )
 
 
-def _line(given: dict[str, float]) -> LineFacts:
+def _read_line(given: dict[str, float]) -> LineFacts:
     sent, again = int(given.get("bytes", 0)), int(given.get("retransmits", 0))
     return LineFacts(sent, given.get("busy", 0.0), again, given.get("rtt", 0.0))
 
 
-def _numbers(value: Json) -> dict[str, float]:
-    return {key: item for key, item in _dict(value).items() if isinstance(item, (int, float))}
+def _keep_numbers(value: Json) -> dict[str, float]:
+    return {key: item for key, item in _read_dict(value).items() if isinstance(item, (int, float))}
 
 
-def _dict(value: Json) -> JsonObject:
+def _read_dict(value: Json) -> JsonObject:
     return value if isinstance(value, dict) else {}
 
 
-def _rounded(value: float) -> float:
+def _round(value: float) -> float:
     return round(value, 6) if isinstance(value, float) else value

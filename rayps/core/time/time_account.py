@@ -60,7 +60,9 @@ class TimeAccount:
         self._clock = clock
         self._lock = threading.Lock()
         self._seconds: Seconds = {}
-        self._spans: list[Place] = [(_known(part), "")]  # the entered part, then the spans from the outside inwards
+        self._spans: list[Place] = [
+            (_check_known(part), "")
+        ]  # the entered part, then the spans from the outside inwards
         self._current: Place = self._spans[0]
         self._since = clock()
         self._undivided = 0.0  # seconds in the entered part itself since `enter`, which `divide` may still move
@@ -68,7 +70,7 @@ class TimeAccount:
 
     def enter(self, part: str, peer: str = "") -> None:
         """Leave the part of the last `enter`, and count the time from now on as `part`. Open spans stay open."""
-        place = _known(part), peer
+        place = _check_known(part), peer
         with self._lock:
             self._pass()
             self._spans[0], self._undivided = place, 0.0
@@ -80,7 +82,7 @@ class TimeAccount:
     @contextmanager
     def span(self, part: str, peer: str = "") -> Iterator[None]:
         """Count the time inside the block as `part`, by the precedence of this module."""
-        place = _known(part), peer
+        place = _check_known(part), peer
         with self._lock:
             self._pass()
             self._spans.append(place)
@@ -121,7 +123,7 @@ class TimeAccount:
         with self._lock:
             self._pass()
             for place in [place for place in self._seconds if place[0] == old]:
-                target, seconds = (_known(new), place[1]), self._seconds.pop(place)
+                target, seconds = (_check_known(new), place[1]), self._seconds.pop(place)
                 self._seconds[target] = self._seconds.get(target, 0.0) + seconds
             self._undivided = 0.0
 
@@ -159,7 +161,7 @@ class TimeAccount:
 class LoopAccount:
     """The account of a loop that serves requests: one thread writes it, so that a change costs little and has no lock.
 
-    The wait for the slowest workers has no name here: `named_waits` divides it. Another thread may read `seconds`, and
+    The wait for the slowest workers has no name here: `name_waits` divides it. Another thread may read `seconds`, and
     then sees the state before or after a change.
     """
 
@@ -211,13 +213,13 @@ class AccountTurn:
             account.divide(shares, peer)
 
 
-def _known(part: str) -> str:
+def _check_known(part: str) -> str:
     if part not in _KNOWN:
         raise ValueError(f"no part {part!r} of a time account: use one of {', '.join(PARTS)}")
     return part
 
 
-def named_waits(seconds: Seconds, raw: Mapping[str, float]) -> Seconds:
+def name_waits(seconds: Seconds, raw: Mapping[str, float]) -> Seconds:
     """Return `seconds` in which the waits without a name are divided among peers, as the totals `raw` are divided.
 
     `raw` is a dict from a peer's name to the seconds waited for it, which may include waits that compute hides. The

@@ -6,7 +6,7 @@ from rayps_client.values import JsonObject
 
 from rayps.core.time.goodput import JobTime
 from rayps.core.time.time_account import PARTS
-from rayps.core.time.time_verdict import verdict
+from rayps.core.time.time_verdict import reach_verdict
 
 # one colour for each part of the account, for pictures; the dashboard has the same
 COLOURS = {
@@ -25,4 +25,4 @@ COLOURS = {
 
 def report_of(time: JobTime, name: str = "") -> JsonObject:
     """Return the report of a job called `name`: its time (see `JobTime.to_json`), the verdict, and the parts' order."""
-    return {"name": name, "parts": list(PARTS), "verdict": verdict(time).to_json(), **time.to_json()}
+    return {"name": name, "parts": list(PARTS), "verdict": reach_verdict(time).to_json(), **time.to_json()}

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from rayps.core.time.goodput import JobTime, MemberTotals, TimeSlice
 from rayps.core.time.machine_waits import MachineWaits
-from rayps.core.time.member_times import added
+from rayps.core.time.member_times import add_seconds
 
 CHANGED = "resized"  # the kind of the events that report a new number of workers
 INSIDE = 0.9  # the share of a slice that lies in a span in which the slice counts
@@ -26,7 +26,7 @@ class Together:
     share: float  # of the time of all workers after their start that these totals have, 0 to 1
 
 
-def together(time: JobTime) -> tuple[Together, ...]:
+def find_common_spans(time: JobTime) -> tuple[Together, ...]:
     """Return the spans over which a job's workers can be compared, in the order of time.
 
     If the number of workers has never changed, this is one span with the workers' totals, also those of processes that
@@ -37,10 +37,10 @@ def together(time: JobTime) -> tuple[Together, ...]:
     if not any(event.kind == CHANGED for event in time.events):
         spans: Iterable[Sequence[MemberTotals]] = [time.workers]
     else:
-        present = {each.name: _present(time.timeline.get(each.name, ())) for each in time.workers}
-        ends = sorted({end for slices in present.values() for part in _joined(slices) for end in part})
+        present = {each.name: _find_present(time.timeline.get(each.name, ())) for each in time.workers}
+        ends = sorted({end for slices in present.values() for part in _join_spans(slices) for end in part})
         spans = (
-            [_within(each, present[each.name], begin, end) for each in time.workers]
+            [_add_up_within(each, present[each.name], begin, end) for each in time.workers]
             for begin, end in itertools.pairwise(ends)
         )
     whole = sum(each.after_start for each in time.workers)
@@ -52,7 +52,7 @@ def together(time: JobTime) -> tuple[Together, ...]:
     return tuple(found)
 
 
-def _present(slices: Sequence[TimeSlice]) -> list[TimeSlice]:
+def _find_present(slices: Sequence[TimeSlice]) -> list[TimeSlice]:
     """Return the slices in which a process of the worker took part, without its start."""
     found = []
     for each in slices:
@@ -63,7 +63,7 @@ def _present(slices: Sequence[TimeSlice]) -> list[TimeSlice]:
     return found
 
 
-def _joined(slices: Sequence[TimeSlice]) -> list[tuple[float, float]]:
+def _join_spans(slices: Sequence[TimeSlice]) -> list[tuple[float, float]]:
     """Return the spans (begin, end) that slices without gaps between them cover."""
     found: list[tuple[float, float]] = []
     for each in slices:
@@ -74,11 +74,11 @@ def _joined(slices: Sequence[TimeSlice]) -> list[tuple[float, float]]:
     return found
 
 
-def _within(worker: MemberTotals, slices: Sequence[TimeSlice], begin: float, end: float) -> MemberTotals:
+def _add_up_within(worker: MemberTotals, slices: Sequence[TimeSlice], begin: float, end: float) -> MemberTotals:
     """Return the worker's totals over the slices that lie between two times."""
     parts: dict[str, float] = {}
     machine, rounds = MachineWaits(), 0
     for each in slices:
         if min(end, each.end) - max(begin, each.begin) >= INSIDE * (each.end - each.begin):
-            parts, machine, rounds = added(parts, each.parts), machine.plus(each.machine), rounds + each.rounds
+            parts, machine, rounds = add_seconds(parts, each.parts), machine.plus(each.machine), rounds + each.rounds
     return replace(worker, times=replace(worker.times, parts=parts, machine=machine, rounds=rounds))

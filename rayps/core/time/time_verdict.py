@@ -30,7 +30,7 @@ from rayps_client.values import JsonObject
 
 from rayps.core.time.goodput import JobTime, MemberTotals
 from rayps.core.time.member_times import CLIENTS, LineFacts
-from rayps.core.time.time_together import CHANGED, together
+from rayps.core.time.time_together import CHANGED, find_common_spans
 
 LEAST_COST = 0.05  # share of the time that is worth a verdict
 NAMED_COST = 0.1  # share of the time from which a cause that one member can be named for may come first
@@ -106,20 +106,20 @@ class TimeVerdict:
         }
 
 
-def verdict(time: JobTime) -> TimeVerdict:
+def reach_verdict(time: JobTime) -> TimeVerdict:
     """Return what costs the job most of its time."""
     workers = [each for each in time.workers if each.after_start > 0]
     if not workers:
         return TimeVerdict()
-    slow = _straggler(time)
+    slow = _find_straggler(time)
     found = [slow] if slow is not None else []
     explained = slow.cost if slow is not None else 0.0
     found += [finding for rule in _RULES if (finding := rule(time, workers, explained)) is not None]
     costly = [each for each in found if each.cost >= LEAST_COST]
-    return TimeVerdict((*_ranked(costly), *_start(time)), time.goodput)
+    return TimeVerdict((*_rank(costly), *_start(time)), time.goodput)
 
 
-def _ranked(found: Sequence[TimeFinding]) -> list[TimeFinding]:
+def _rank(found: Sequence[TimeFinding]) -> list[TimeFinding]:
     """Return the findings, the verdict first, as this module says."""
     largest = max((each.cost for each in found if each.guilty or each.cause != "cpu"), default=0.0)
     least = max(NAMED_COST, NAMED_SHARE * largest)
@@ -129,14 +129,14 @@ def _ranked(found: Sequence[TimeFinding]) -> list[TimeFinding]:
 # ---- one worker holds up the others
 
 
-def _straggler(time: JobTime) -> TimeFinding | None:
+def _find_straggler(time: JobTime) -> TimeFinding | None:
     """Return the finding that one worker is slower than the others, or None if the workers are alike.
 
     What a worker costs in several spans of time adds up; the evidence is that of the span with the largest cost.
     """
     spans: dict[str, list[TimeFinding]] = {}
-    for span in together(time):
-        found = _slowest(span.workers, span.share, time)
+    for span in find_common_spans(time):
+        found = _find_slowest(span.workers, span.share, time)
         if found is not None:
             spans.setdefault(found.guilty[0], []).append(found)
     costs = {name: sum(each.cost for each in findings) for name, findings in spans.items()}
@@ -146,19 +146,19 @@ def _straggler(time: JobTime) -> TimeFinding | None:
     return replace(max(spans[name], key=lambda each: each.cost), cost=costs[name])
 
 
-def _slowest(timed: Sequence[MemberTotals], share: float, time: JobTime) -> TimeFinding | None:
+def _find_slowest(timed: Sequence[MemberTotals], share: float, time: JobTime) -> TimeFinding | None:
     """Return the finding that one of the workers is slower than the others, in a span that has `share` of the time."""
-    slowest = max(timed, key=_own)
+    slowest = max(timed, key=_add_up_own)
     others = [each for each in timed if each is not slowest]
-    excess = _own(slowest) - median(_own(each) for each in others)
+    excess = _add_up_own(slowest) - median(_add_up_own(each) for each in others)
     # what the others lose to it cannot be more than what they wait, without what the exchange itself takes
     lost = median(each.share("waiting") + each.share("idle") for each in others)
     cost = min(excess * slowest.times.rounds / slowest.after_start, lost)
     if cost < LEAST_COST:  # of the span: workers that are alike in it cost nothing
         return None
-    cause, evidence = _reason(slowest, others, excess, time)
-    name = _placed(slowest)
-    own, usual = _ms(_own(slowest)), _ms(_middle(_own, others))
+    cause, evidence = _explain(slowest, others, excess, time)
+    name = _name_with_host(slowest)
+    own, usual = _format_seconds(_add_up_own(slowest)), _format_seconds(_find_median(_add_up_own, others))
     seconds = [
         f"{name} needs {own} of its own for a round, the median of the others is {usual}",
         f"the others wait or are idle in {lost:.0%} of their time",
@@ -171,33 +171,35 @@ def _slowest(timed: Sequence[MemberTotals], share: float, time: JobTime) -> Time
         (slowest.name,),
         f"{name} holds up the others: {_WHY[cause]}",
         (*seconds, *evidence),
-        _advice(cause, slowest),
+        _advise(cause, slowest),
     )
 
 
-def _own(worker: MemberTotals) -> float:
+def _add_up_own(worker: MemberTotals) -> float:
     """Return the worker's own seconds for a round: what it does not spend waiting for others."""
     return sum(worker.parts.get(part, 0.0) for part in ("compute", "data", "communication")) / max(
         1, worker.times.rounds
     )
 
 
-def _reason(
+def _explain(
     slowest: MemberTotals, others: Sequence[MemberTotals], excess: float, time: JobTime
 ) -> tuple[str, list[str]]:
     """Return why a worker is slower than the others, and the measurements that say so."""
 
     def more(measure: Callable[[MemberTotals], float]) -> float:
-        return measure(slowest) - _middle(measure, others)
+        return measure(slowest) - _find_median(measure, others)
 
-    parts = {part: more(lambda each, part=part: _per_round(each, each.parts.get(part, 0.0))) for part in _PARTS}  # type: ignore[misc]
+    parts = {part: more(lambda each, part=part: _divide_by_rounds(each, each.parts.get(part, 0.0))) for part in _PARTS}  # type: ignore[misc]
     most = max(parts, key=lambda part: parts[part])
     measured = {cause: more(measure) for cause, (measure, _) in _MEASURED.items()}
     evidence = [
-        f"per round, it spends {_ms(parts[part])} more in {part}" for part in _PARTS if parts[part] > excess / 4
+        f"per round, it spends {_format_seconds(parts[part])} more in {part}"
+        for part in _PARTS
+        if parts[part] > excess / 4
     ]
     evidence += [
-        f"per round, its thread is {_ms(seconds)} longer {_MEASURED[cause][1]} than the others'"
+        f"per round, its thread is {_format_seconds(seconds)} longer {_MEASURED[cause][1]} than the others'"
         for cause, seconds in measured.items()
         if seconds > excess / 10
     ]
@@ -208,7 +210,9 @@ def _reason(
     cause = max(measured, key=lambda each: measured[each])
     if measured[cause] >= rest:
         return cause, evidence
-    evidence.append(f"per round, its thread is {_ms(rest)} longer neither on a CPU, nor waiting for a CPU or a disk")
+    evidence.append(
+        f"per round, its thread is {_format_seconds(rest)} longer neither on a CPU, nor waiting for a CPU or a disk"
+    )
     return ("data" if most == "data" else "blocked"), evidence
 
 
@@ -224,53 +228,57 @@ def _on_lines(
     if not lines:
         return False, ["the kernel's counts of the network connections are not known"]
     name, whole = slowest.name, next(each for each in time.members if each.name == slowest.name)
-    under_way = max((_per_round(whole, line.busy) for ends, line in lines.items() if name in ends), default=0.0)
+    under_way = max((_divide_by_rounds(whole, line.busy) for ends, line in lines.items() if name in ends), default=0.0)
     apart = bool(slowest.host) and all(each.host != slowest.host for each in others)
-    evidence = f"per round, data is under way for {_ms(under_way)} on its busiest line"
-    found = slow_ends(lines) == (name,) or (apart and under_way >= ON_ONE_LINE * excess)
-    return found, [evidence, *_rates(lines)]
+    evidence = f"per round, data is under way for {_format_seconds(under_way)} on its busiest line"
+    found = find_slow_ends(lines) == (name,) or (apart and under_way >= ON_ONE_LINE * excess)
+    return found, [evidence, *_list_rates(lines)]
 
 
 # ---- all workers
 
 
-def _data(time: JobTime, workers: Sequence[MemberTotals], explained: float) -> TimeFinding | None:
+def _find_data_cause(time: JobTime, workers: Sequence[MemberTotals], explained: float) -> TimeFinding | None:
     share = median(each.share("data") for each in workers)
     disk = median(each.times.machine.disk / each.after_start for each in workers)
     cause = "disk" if disk >= EXPLAINS * share else "data"
     evidence = [f"of their time, workers wait {share:.0%} for data, and {disk:.0%} for a disk"]
     return TimeFinding(
-        cause, share, (), f"all workers wait for data: {_WHY[cause]}", tuple(evidence), _advice(cause, None)
+        cause, share, (), f"all workers wait for data: {_WHY[cause]}", tuple(evidence), _advise(cause, None)
     )
 
 
-def _cpu(time: JobTime, workers: Sequence[MemberTotals], explained: float) -> TimeFinding | None:
+def _find_cpu_cause(time: JobTime, workers: Sequence[MemberTotals], explained: float) -> TimeFinding | None:
     share = min(each.times.machine.cpu_wait / each.after_start for each in workers)
     evidence = f"each worker's thread waits for a CPU in at least {share:.0%} of its time (the kernel's count)"
     return TimeFinding(
-        "cpu", share, (), "all workers wait for CPUs that other processes use", (evidence,), _advice("cpu", None)
+        "cpu", share, (), "all workers wait for CPUs that other processes use", (evidence,), _advise("cpu", None)
     )
 
 
 def _exchange(time: JobTime, workers: Sequence[MemberTotals], explained: float) -> TimeFinding | None:
     """Return the finding that the exchange itself is slow: what one slow worker does not explain."""
     whole = sum(each.share("communication") + each.share("waiting") for each in workers) / len(workers)
-    whole -= sum(_for_clients(each) / each.after_start for each in workers) / len(workers)
+    whole -= sum(_read_client_waits(each) / each.after_start for each in workers) / len(workers)
     cost = whole - explained
     if cost < LEAST_COST:
         return None
     seconds = sum(
-        each.parts.get("communication", 0.0) + each.parts.get("waiting", 0.0) - _for_clients(each) for each in workers
+        each.parts.get("communication", 0.0) + each.parts.get("waiting", 0.0) - _read_client_waits(each)
+        for each in workers
     ) / len(workers)
     evidence = [f"of their time, workers communicate or wait for each other in {whole:.0%}"]
     lines = _lines_of(time)
     under_way = max((line.busy for line in lines.values()), default=0.0)
     if under_way >= ON_LINES * seconds:
-        ends = slow_ends(lines)
-        evidence += [f"data is under way on the busiest line for {under_way:.2f} s of {seconds:.2f} s", *_rates(lines)]
+        ends = find_slow_ends(lines)
+        evidence += [
+            f"data is under way on the busiest line for {under_way:.2f} s of {seconds:.2f} s",
+            *_list_rates(lines),
+        ]
         one = next((each for each in time.members if ends == (each.name,)), None)
         return TimeFinding(
-            "network", cost, ends, _network_summary(ends, time), tuple(evidence), _advice("network", one)
+            "network", cost, ends, _summarize_network(ends, time), tuple(evidence), _advise("network", one)
         )
     busy = {each.name: each.share("compute") + each.share("communication") for each in time.servers if each.counted > 0}
     server = max(busy, key=lambda name: busy[name], default="")
@@ -282,25 +290,25 @@ def _exchange(time: JobTime, workers: Sequence[MemberTotals], explained: float) 
             (server,),
             f"workers wait for {server}, which is busy",
             tuple(evidence),
-            _advice("servers", None),
+            _advise("servers", None),
         )
     return TimeFinding(
-        "exchange", cost, (), "the exchange between workers takes long", tuple(evidence), _advice("exchange", None)
+        "exchange", cost, (), "the exchange between workers takes long", tuple(evidence), _advise("exchange", None)
     )
 
 
-def _clients(time: JobTime, workers: Sequence[MemberTotals], explained: float) -> TimeFinding | None:
-    cost = sum(map(_for_clients, workers)) / sum(each.after_start for each in workers)
+def _find_client_cause(time: JobTime, workers: Sequence[MemberTotals], explained: float) -> TimeFinding | None:
+    cost = sum(map(_read_client_waits, workers)) / sum(each.after_start for each in workers)
     evidence = f"in {cost:.0%} of the time after the start, the job waits for clients to join, or for their replies"
-    return TimeFinding("clients", cost, (), _WHY["clients"], (evidence,), _advice("clients", None))
+    return TimeFinding("clients", cost, (), _WHY["clients"], (evidence,), _advise("clients", None))
 
 
-def _for_clients(worker: MemberTotals) -> float:
+def _read_client_waits(worker: MemberTotals) -> float:
     """Return the seconds for which a worker has waited for real clients."""
     return worker.times.waits.get(CLIENTS, 0.0)
 
 
-def _outside(
+def _make_outside_rule(
     part: str, more: tuple[str, ...] = ()
 ) -> Callable[[JobTime, Sequence[MemberTotals], float], TimeFinding | None]:
     """Return the rule for time outside of rounds: of `part`, and of the parts `more` that belong to it."""
@@ -314,7 +322,7 @@ def _outside(
         )
         if part == "recovery" and _as_planned(time):
             return TimeFinding(part, cost, (), _WHY_CHANGED, evidence, _ADVICE_CHANGED)
-        return TimeFinding(part, cost, (), _WHY[part], evidence, _advice(part, None))
+        return TimeFinding(part, cost, (), _WHY[part], evidence, _advise(part, None))
 
     return rule
 
@@ -330,18 +338,18 @@ def _start(time: JobTime) -> tuple[TimeFinding, ...]:
     if share < LEAST_START:
         return ()
     evidence = (f"{share:.0%} of all time is start, which happens once",)
-    return (TimeFinding("start", share, (), _WHY["start"], evidence, _advice("start", None)),)
+    return (TimeFinding("start", share, (), _WHY["start"], evidence, _advise("start", None)),)
 
 
 _RULES = (
-    _data,
-    _cpu,
+    _find_data_cause,
+    _find_cpu_cause,
     _exchange,
-    _clients,
-    _outside("evaluation"),
-    _outside("checkpoint"),
-    _outside("recovery", ("again",)),
-    _outside("idle"),
+    _find_client_cause,
+    _make_outside_rule("evaluation"),
+    _make_outside_rule("checkpoint"),
+    _make_outside_rule("recovery", ("again",)),
+    _make_outside_rule("idle"),
 )
 
 
@@ -364,7 +372,7 @@ def rates_of(lines: Mapping[Line, LineFacts]) -> dict[Line, float]:
     }
 
 
-def slow_ends(lines: Mapping[Line, LineFacts]) -> tuple[str, ...]:
+def find_slow_ends(lines: Mapping[Line, LineFacts]) -> tuple[str, ...]:
     """Return the members whose line is slow.
 
     A member is slow if its fastest line, in either direction, is slower than the fastest line of every other member. If
@@ -384,7 +392,7 @@ def slow_ends(lines: Mapping[Line, LineFacts]) -> tuple[str, ...]:
     return ()
 
 
-def _rates(lines: Mapping[Line, LineFacts]) -> list[str]:
+def _list_rates(lines: Mapping[Line, LineFacts]) -> list[str]:
     rates = rates_of(lines)
     ordered = sorted(rates, key=lambda line: rates[line])
     found = []
@@ -395,10 +403,10 @@ def _rates(lines: Mapping[Line, LineFacts]) -> list[str]:
     return found
 
 
-def _network_summary(ends: tuple[str, ...], time: JobTime) -> str:
+def _summarize_network(ends: tuple[str, ...], time: JobTime) -> str:
     if len(ends) == 1:
         member = next(each for each in time.members if each.name == ends[0])
-        return f"the network line of {_placed(member)} is slow: every line to and from it is"
+        return f"the network line of {_name_with_host(member)} is slow: every line to and from it is"
     if ends:
         return f"the network line between {ends[0]} and {ends[1]} is slow"
     return "the network limits the exchange, on all lines alike"
@@ -408,9 +416,9 @@ def _network_summary(ends: tuple[str, ...], time: JobTime) -> str:
 
 _PARTS = ("compute", "data", "communication")
 _MEASURED: dict[str, tuple[Callable[[MemberTotals], float], str]] = {  # seconds of a worker's thread per round
-    "cpu": (lambda each: _per_round(each, each.times.machine.cpu_wait), "waiting for a CPU"),
-    "disk": (lambda each: _per_round(each, each.times.machine.disk), "waiting for a disk"),
-    "code": (lambda each: _per_round(each, each.times.machine.cpu), "on a CPU"),
+    "cpu": (lambda each: _divide_by_rounds(each, each.times.machine.cpu_wait), "waiting for a CPU"),
+    "disk": (lambda each: _divide_by_rounds(each, each.times.machine.disk), "waiting for a disk"),
+    "code": (lambda each: _divide_by_rounds(each, each.times.machine.cpu), "on a CPU"),
 }
 _WHY = {
     "cpu": "it waits for a CPU that other processes use",
@@ -459,7 +467,7 @@ _ADVICE = {
 }
 
 
-def _advice(cause: str, member: MemberTotals | None) -> str:
+def _advise(cause: str, member: MemberTotals | None) -> str:
     host = (
         "the workers' hosts"
         if member is None
@@ -469,17 +477,17 @@ def _advice(cause: str, member: MemberTotals | None) -> str:
     return text.format(host=host)
 
 
-def _placed(member: MemberTotals) -> str:
+def _name_with_host(member: MemberTotals) -> str:
     return f"{member.name} on {member.host}" if member.host else member.name
 
 
-def _per_round(member: MemberTotals, seconds: float) -> float:
+def _divide_by_rounds(member: MemberTotals, seconds: float) -> float:
     return seconds / max(1, member.times.rounds)
 
 
-def _middle(measure: Callable[[MemberTotals], float], members: Sequence[MemberTotals]) -> float:
+def _find_median(measure: Callable[[MemberTotals], float], members: Sequence[MemberTotals]) -> float:
     return median(measure(each) for each in members)
 
 
-def _ms(seconds: float) -> str:
+def _format_seconds(seconds: float) -> str:
     return f"{1000 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"

@@ -9,7 +9,7 @@ from rayps_client.errors import ConfigError
 from rayps_client.values import Json, is_number
 
 from rayps.core.spelling import near
-from rayps.core.strategy.text import form, nested
+from rayps.core.strategy.text import form, write_nested
 
 REQUIRED = "required"  # the default of an option that must be given
 
@@ -38,7 +38,7 @@ def read(field: str, given: Json, known: Mapping[str, Mapping[str, Option]], exa
     spec = form(given) if isinstance(given, str) else dict(given)
     name = spec.pop("name", None)
     if not isinstance(name, str) or name not in known:
-        shown_value = given if isinstance(given, str) else nested(dict(given))
+        shown_value = given if isinstance(given, str) else write_nested(dict(given))
         raise ConfigError(
             f"{field} is {shown_value!r}{near(name, known)}: give one of {', '.join(known)}, as in {example}",
             field=field,

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from rayps_client.errors import ConfigError
 from rayps_client.values import Json, JsonObject, is_number
 
-from rayps.core.strategy.text import form, quoted
+from rayps.core.strategy.text import form, quote
 from rayps.federated.population.attack_spec import AttackSpec, attack_of
 from rayps.federated.population.option_text import CheckedForm
 
@@ -196,7 +196,7 @@ def _read(field: str, given: Json, known: dict[str, JsonObject]) -> CheckedForm:
             each + (f"({','.join(f'{key}={_shown(value)}' for key, value in options.items())})" if options else "")
             for each, options in known.items()
         )
-        raise ConfigError(f"{field} is {quoted(given)}: give one of {forms}", field=field)
+        raise ConfigError(f"{field} is {quote(given)}: give one of {forms}", field=field)
     options = known[name]
     for key, value in spec.items():
         if key not in options:

@@ -20,7 +20,7 @@ from rayps_client.errors import ConfigError
 from rayps_client.exchange.signed_orders import DEADLINE as DEADLINE
 from rayps_client.values import Json, Keywords
 
-from rayps.core.strategy.text import form, quoted
+from rayps.core.strategy.text import form, quote
 from rayps.federated.population.options import PopulationSpec
 
 REMOTE = "remote"
@@ -46,7 +46,7 @@ def joining_of(given: Json) -> JoinOptions | None:
     facts = form(given) if isinstance(given, str) else given
     if not isinstance(facts, Mapping) or facts.get("name") != REMOTE:
         raise ConfigError(
-            f"clients is {quoted(given)}: "
+            f"clients is {quote(given)}: "
             "give remote, or remote(least=3,wait=600), for clients that are separate processes\n"
             "(`rayps client`); leave clients out to simulate the clients of the data (client=... of rayps.data)",
             field="clients",

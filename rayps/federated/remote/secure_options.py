@@ -23,7 +23,7 @@ from rayps_client.secure.noise_sizes import margin_of, rounding
 from rayps_client.secure.secure_facts import MOST_BITS, MOST_WEIGHT, SecureFacts, levels_of, word_bits
 from rayps_client.values import Json, Keywords, is_number
 
-from rayps.core.strategy.text import form, quoted
+from rayps.core.strategy.text import form, quote
 from rayps.privacy.noise_shares import NoiseShares
 
 SECAGG = "secagg"
@@ -106,8 +106,7 @@ def secure_of(given: Json) -> SecureOptions | None:
     facts = form(given) if isinstance(given, str) else given
     if not isinstance(facts, Mapping) or facts.get("name", SECAGG) != SECAGG:
         raise ConfigError(
-            f"secure is {quoted(given)}: "
-            "give secagg(clip=1.0), with the largest norm of an update, or leave secure out",
+            f"secure is {quote(given)}: give secagg(clip=1.0), with the largest norm of an update, or leave secure out",
             field="secure",
         )
     options: Keywords = {key: value for key, value in facts.items() if key != "name"}

@@ -13,7 +13,7 @@ from rayps.parallel.pipeline import cut, loss_proxy
 from rayps.parallel.pipeline.skip import routes
 from rayps.parallel.tensor import Plan, pieces, plan
 from rayps.tensors.division import Borrowed, Column, Division, Route, TensorSlice
-from rayps.tensors.flat import Layout, outside_vector
+from rayps.tensors.flat import Layout, find_outside_vector
 from rayps.workload.base import Workload
 
 Ranges = tuple[int, tuple[tuple[int, int], ...]]  # (dim, the ranges (lo, hi) along it)
@@ -168,7 +168,7 @@ def _column(
             borrowed.append(Borrowed(piece, stage * tensor, False))
     here = [
         _piece(name, tuple(value.shape), slices[rank])
-        for name, value in outside_vector(model).items()
+        for name, value in find_outside_vector(model).items()
         if stage in users[name]
     ]
     return Column(tuple(owned), tuple(borrowed), tuple(here), spans, layout.dtype)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from rayps.comm.ring import Ring
 from rayps.core.metrics import Totals, add_totals
-from rayps.core.pipeline.schedule import table
+from rayps.core.pipeline.schedule import make_table
 from rayps.core.strategy.replica import Pipeline
 from rayps.data.base import Batch, Nested, map_tensors
 from rayps.data.batch_parts import cut_batch
@@ -91,7 +91,7 @@ class ModelSlice(Whole):
         if isinstance(replica, Pipeline) and replica.stages > 1:
             self._micro = replica.micro_batches
             self._step_weight = StepWeight(rings["stage"])
-            rows = table(replica.schedule, replica.stages, replica.micro_batches, replica.chunks)
+            rows = make_table(replica.schedule, replica.stages, replica.micro_batches, replica.chunks)
             self._engine = PipelineEngine(
                 layers(model),
                 division.boundaries,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rayps.comm.ring import Ring
 from rayps.comm.ring.p2p import TensorMessage
-from rayps.core.job.user_code import peers_awaited
+from rayps.core.job.user_code import pause_clock
 
 _NO_GRADIENT = "0"  # marks, in a message's form, a tensor whose gradient is None
 
@@ -63,7 +63,7 @@ class StageMessages:
         if frm == self.rank:
             return self._local.pop((kind, index, micro))
         try:
-            with peers_awaited():
+            with pause_clock():
                 assert self._ring_messages is not None
                 found: TensorMessage = self._ring_messages.take(frm, _tag(kind, index, micro))
         except LinkError as error:

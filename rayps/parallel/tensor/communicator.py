@@ -11,7 +11,7 @@ from rayps_client.errors import ConfigError
 from torch import Tensor
 
 from rayps.comm.ring import Ring
-from rayps.core.job.user_code import peers_awaited
+from rayps.core.job.user_code import pause_clock
 
 
 class TensorCommunicator:
@@ -35,7 +35,7 @@ class TensorCommunicator:
         """Replace `t` by the sum of all workers' tensors; return `t`. It must be contiguous and not used elsewhere."""
         self.collectives += 1
         self.bytes += t.nbytes
-        with peers_awaited():
+        with pause_clock():
             return self._ring_or_error().sum(t)
 
     def gather(self, t: Tensor, dim: int, widths: Sequence[int]) -> Tensor:
@@ -54,7 +54,7 @@ class TensorCommunicator:
         flat = t.new_zeros(one * max(widths))  # a ring gathers equal parts: narrow parts are padded
         flat[: t.numel()] = t.reshape(-1)
         parts: list[Tensor] = []
-        with peers_awaited():
+        with pause_clock():
             found = ring.all_gather(flat)
         for width, got in zip(widths, found, strict=True):
             shape[dim] = width

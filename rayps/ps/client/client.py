@@ -16,16 +16,16 @@ import torch
 from rayps_client.errors import ConfigError, PeerTimeout
 from torch import Tensor
 
-from rayps.comm.compress import CANDIDATES, MARGIN, ErrorFeedback, choice, codec
+from rayps.comm.compress import CANDIDATES, MARGIN, ErrorFeedback, describe_choice, find_codec
 from rayps.comm.link.socket_link import EMPTY
 from rayps.ps.client.session import SegmentReplies, Session
 from rayps.ps.protocol.mailbox import Landing
 from rayps.ps.protocol.messages import GroupMessage, read_numbers
-from rayps.ps.protocol.pieces import coded_piece, range_piece, rows_piece, rows_push
+from rayps.ps.protocol.pieces import encode_rows_push, make_coded_piece, make_range_piece, make_rows_piece
 from rayps.ps.protocol.rows import IdLists, PieceBytes, ShardRows
 from rayps.ps.protocol.space import Space
 from rayps.tensors.flat import Gradient, Layout
-from rayps.tensors.packing import flat_bytes
+from rayps.tensors.packing import view_bytes
 
 LOOK_SECONDS = 0.01  # seconds between two checks of another worker's progress
 
@@ -95,7 +95,7 @@ class GroupServer:
         """Pull the whole vector as `pull` does. `places` has a buffer, or a `Landing`, for each dense segment."""
         self.settle()
         self.bytes_moved += self.size * self._vector.item
-        self._last = self._pulled(dict.fromkeys(places, EMPTY), places, None)
+        self._last = self._pull_pieces(dict.fromkeys(places, EMPTY), places, None)
 
     def read(self, lo: int = 0, hi: int | None = None) -> Tensor:
         """Return the elements lo to hi as they are now, without waiting for other workers.
@@ -236,10 +236,10 @@ class GroupServer:
         shape = (len(listed.ids.unique), width)
         found = out.view(shape) if out is not None and listed.ids.sorted else torch.empty(shape, dtype=self.dtype)
         if not listed.pulls:
-            made = {i: rows_piece(rows, self._vector.bytes_of(i)) for i, rows in listed.parts}
-            listed.pulls.update({i: self._copied(each) for i, each in made.items()})
-        places: dict[int, PieceBytes] = {i: flat_bytes(found[slice(*listed.cuts[i])]) for i, _ in listed.parts}
-        self._last = self._pulled(listed.pulls, places, consistent, dict(listed.parts))
+            made = {i: make_rows_piece(rows, self._vector.bytes_of(i)) for i, rows in listed.parts}
+            listed.pulls.update({i: self._copy(each) for i, each in made.items()})
+        places: dict[int, PieceBytes] = {i: view_bytes(found[slice(*listed.cuts[i])]) for i, _ in listed.parts}
+        self._last = self._pull_pieces(listed.pulls, places, consistent, dict(listed.parts))
         self.bytes_moved += found.numel() * self._vector.item
         return listed.ids.spread(found, None if out is None else out.view(-1, width))
 
@@ -261,12 +261,12 @@ class GroupServer:
         self.settle()
         summed = listed.ids.summed(rows.detach().reshape(-1, width).to("cpu", self.dtype))
         pieces: dict[int, PieceBytes] = {
-            i: rows_push(part, self._vector.bytes_of(i), summed, listed.cuts[i][0], self.session.allocate)
+            i: encode_rows_push(part, self._vector.bytes_of(i), summed, listed.cuts[i][0], self.session.allocate)
             for i, part in listed.parts
         }
         self._send_push(pieces, float(weight))
 
-    def _copied(self, piece: bytes) -> Any:
+    def _copy(self, piece: bytes) -> Any:
         """Return a copy of a piece in memory that servers of this host can read."""
         found = self.session.allocate(len(piece))
         found[:] = np.frombuffer(piece, np.uint8)
@@ -334,11 +334,11 @@ class GroupServer:
             pieces, places = last[1:]
         else:
             self._vector.check_out(out, hi - lo)
-            pieces, places = self._vector.pulled(flat_bytes(out), lo, hi)
+            pieces, places = self._vector.pulled(view_bytes(out), lo, hi)
             if reused:
                 self._last_whole_pull = out, pieces, places
         self.bytes_moved += (hi - lo) * self._vector.item
-        deferred, together = self._deferred, self._together(consistent)
+        deferred, together = self._deferred, self._must_stop_together(consistent)
         if kind is GroupMessage.PULL and whole and deferred is not None and not together:
             self._deferred = None
             mixed_versions = not (self.consistent if consistent is None else consistent)
@@ -351,27 +351,27 @@ class GroupServer:
         else:
             self.settle()
             if kind is GroupMessage.PULL:
-                answers = self._pulled(pieces, places, consistent)
+                answers = self._pull_pieces(pieces, places, consistent)
             else:
                 answers = self.session.exchange(kind, pieces, outputs=places)
         self._last = answers if kind is GroupMessage.PULL else self._last._replace(version=answers.version)
         return out
 
-    def _pulled(
+    def _pull_pieces(
         self,
         pieces: dict[int, PieceBytes],
         places: Mapping[int, PieceBytes | Landing],
         consistent: bool | None,
         rows: dict[int, ShardRows] | None = None,
     ) -> SegmentReplies:
-        if len(pieces) > 1 and self._together(consistent):
+        if len(pieces) > 1 and self._must_stop_together(consistent):
             return self.session.read_together(pieces, step=self.step, outputs=places, rows=rows)
         mixed_versions = not (self.consistent if consistent is None else consistent)
         return self.session.exchange(
             GroupMessage.PULL, pieces, step=self.step, outputs=places, rows=rows, mixed_versions=mixed_versions
         )
 
-    def _together(self, consistent: bool | None) -> bool:
+    def _must_stop_together(self, consistent: bool | None) -> bool:
         """Return whether a pull must first make all segments stop after the same pushes, to be consistent."""
         return self._vector.independent and (self.consistent if consistent is None else consistent)
 
@@ -405,27 +405,27 @@ class VectorSegments:
             start, stop = max(a, lo), min(b, hi)
             if start < stop:
                 whole = stop - start == b - a
-                pieces[index] = EMPTY if whole else range_piece(start - a, stop - start, self.bytes_of(index))
+                pieces[index] = EMPTY if whole else make_range_piece(start - a, stop - start, self.bytes_of(index))
                 places[index] = out[(start - lo) * self.item : (stop - lo) * self.item]
         return pieces, places
 
     def pushed(self, vector: Tensor, lo: int) -> dict[int, PieceBytes]:
         """Return the pieces of a push of a vector that begins at element `lo`."""
-        laid, count, item = flat_bytes(vector.to("cpu", self.dtype)), vector.numel(), self.item
+        laid, count, item = view_bytes(vector.to("cpu", self.dtype)), vector.numel(), self.item
         found: dict[int, PieceBytes] = {}
         for index, (a, b) in enumerate(self.cuts):
             start, stop = max(a, lo), min(b, lo + count)
             if start < stop:
                 part = laid[(start - lo) * item : (stop - lo) * item]
                 whole = stop - start == b - a
-                found[index] = part if whole else range_piece(start - a, stop - start, (b - a) * item, part.data)
+                found[index] = part if whole else make_range_piece(start - a, stop - start, (b - a) * item, part.data)
         return found
 
     def encoded(self, memory: ErrorFeedback, vector: Tensor, weight: float, lo: int) -> dict[int, PieceBytes]:
         """Return the compressed pieces of a push of a vector that begins at element `lo`."""
         cuts = [(i, a, max(a, lo), min(b, lo + vector.numel())) for i, (a, b) in enumerate(self.cuts)]
         return {
-            i: coded_piece(memory, vector[start - lo : stop - lo], start, start - a, weight, self.bytes_of(i))
+            i: make_coded_piece(memory, vector[start - lo : stop - lo], start, start - a, weight, self.bytes_of(i))
             for i, a, start, stop in cuts
             if start < stop
         }
@@ -485,33 +485,33 @@ def compress(server: PushesWhole, compression: str) -> dict[str, Any]:
     choose different codecs.
     """
     if compression != "auto":
-        server.feedback = ErrorFeedback(codec(compression), server.size, server.dtype)
-        return choice("server", compression, f"the option compression={compression} requests it")
+        server.feedback = ErrorFeedback(find_codec(compression), server.size, server.dtype)
+        return describe_choice("server", compression, f"the option compression={compression} requests it")
     if server.shares_memory:
-        return choice("server", "off", "all servers are on this host and read them in shared memory")
+        return describe_choice("server", "off", "all servers are on this host and read them in shared memory")
     n = min(server.size, PROBE_ELEMENTS)
     x = torch.randn(n).to(server.dtype)
-    sending = _seconds(lambda: server.read(0, n))
-    seconds = {"off": sending} | {name: _coded_seconds(name, x, sending) for name in CANDIDATES}
+    sending = _time(lambda: server.read(0, n))
+    seconds = {"off": sending} | {name: _estimate_coded_seconds(name, x, sending) for name in CANDIDATES}
     best = min(CANDIDATES, key=lambda name: seconds[name])
     pays = seconds[best] < MARGIN * seconds["off"]
     if pays:
-        server.feedback = ErrorFeedback(codec(best), server.size, server.dtype)
-    return choice("server", best if pays else "off", f"{n} elements", seconds)
+        server.feedback = ErrorFeedback(find_codec(best), server.size, server.dtype)
+    return describe_choice("server", best if pays else "off", f"{n} elements", seconds)
 
 
-def _coded_seconds(name: str, x: Tensor, sending: float) -> float:
+def _estimate_coded_seconds(name: str, x: Tensor, sending: float) -> float:
     """Estimate the seconds of a compressed push: encoding, decoding, and sending the remaining bytes.
 
     `sending` is the number of seconds for sending `x` uncompressed.
     """
-    kind, n = codec(name), x.numel()
+    kind, n = find_codec(name), x.numel()
     memory = ErrorFeedback(kind, n, x.dtype)
-    coding = _seconds(lambda: kind.decode(memory.encode(x), n, x.dtype))
+    coding = _time(lambda: kind.decode(memory.encode(x), n, x.dtype))
     return coding + sending * kind.size(n) / (n * x.element_size())
 
 
-def _seconds(work: Callable[[], Any]) -> float:
+def _time(work: Callable[[], Any]) -> float:
     found = []
     for _ in range(_TRIES + 1):
         began = time.perf_counter()

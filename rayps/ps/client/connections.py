@@ -129,7 +129,7 @@ class ServerConnections:
         if address is None or self.ended:
             return None
         try:
-            link = self._connect(address, backoff or self._backoff(server), known_trouble=backoff is not None)
+            link = self._connect(address, backoff or self._find_backoff(server), known_trouble=backoff is not None)
         except LinkError as error:
             raise PeerLost(f"{server!r} closed the connection or died: {error}", peer=server) from error
         if link is None:
@@ -189,7 +189,7 @@ class ServerConnections:
 
     def refused(self, server: str) -> None:
         """Begin a pause in which this server is sent nothing, because it does not serve the segments, or not yet."""
-        self._backoff(server).extend()
+        self._find_backoff(server).extend()
 
     def answered(self, server: str) -> None:
         """Record that this server serves its segments: it may be sent requests without a pause."""
@@ -208,7 +208,7 @@ class ServerConnections:
         if self.ended:
             raise PeerLost(f"{self.name} has ended its own connections (hang_up or close)", peer=self.name)
         if now > self.deadline:
-            raise self._late(unsent)
+            raise self._explain_late(unsent)
         ends = min(self.deadline, now + most)
         if unsent:
             self.map_subscription.reconnect()
@@ -260,21 +260,25 @@ class ServerConnections:
         if self.memory is not None:
             self.memory.close()
 
-    def _backoff(self, server: str) -> _Backoff:
+    def _find_backoff(self, server: str) -> _Backoff:
         return self.backoffs.setdefault(server, _Backoff())
 
-    def _late(self, unsent: list[int]) -> PeerTimeout:
+    def _explain_late(self, unsent: list[int]) -> PeerTimeout:
         silent = {
             connection.server: sorted({index for flight in connection.flights.values() for index in flight.segments})
             for connection in self.open.values()
             if connection.flights
         }
-        reasons = [f"server {name!r} did not answer requests to {named(which)}" for name, which in silent.items()]
+        reasons = [
+            f"server {name!r} did not answer requests to {name_segments(which)}" for name, which in silent.items()
+        ]
         segments = sorted({*unsent, *(index for which in silent.values() for index in which)})
         if unsent:
             holders = ", ".join(sorted(server or "no server" for server in self.map.by_server(unsent)))
             lost = "; the manager is unreachable" if self.map_subscription.lost else ""
-            reasons.append(f"no request could be sent to {named(sorted(set(unsent)))} (held by {holders}{lost})")
+            reasons.append(
+                f"no request could be sent to {name_segments(sorted(set(unsent)))} (held by {holders}{lost})"
+            )
         return PeerTimeout(
             f"space {self.space.name!r}: {'; '.join(reasons)} within {self.timeout:g} s (the knob is `timeout`)",
             peer=next(iter(silent), "manager"),
@@ -302,7 +306,7 @@ def take_rank(source: StaticMap, space: Space, rank: int, timeout: float) -> int
     return read_numbers(reply.payload)[0]
 
 
-def named(segments: list[int]) -> str:
+def name_segments(segments: list[int]) -> str:
     """Return a list of segments as text for an error; it names at most eight of them."""
     shown = ", ".join(map(str, segments[:8])) + (f" and {len(segments) - 8} more" if len(segments) > 8 else "")
     return f"segment{'s' if len(segments) != 1 else ''} {shown}"

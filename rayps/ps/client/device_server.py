@@ -35,7 +35,7 @@ from rayps.ps.protocol.mailbox import Landing
 from rayps.ps.protocol.rows import Bytes, PieceBytes
 from rayps.tensors.device import Device, DeviceEvent
 from rayps.tensors.flat import Gradient
-from rayps.tensors.packing import flat_bytes
+from rayps.tensors.packing import view_bytes
 
 
 class DeviceServer:
@@ -235,19 +235,21 @@ class PulledVector:
     def places(self) -> dict[int, PieceBytes | Landing]:
         """Return the place of each segment's pulled values. The host waits until earlier values have been read."""
         self._done.wait()
-        return {segment: _SegmentLanding(self, segment, self._bytes(segment)) for segment in range(len(self._cuts))}
+        return {
+            segment: _SegmentLanding(self, segment, self._count_bytes(segment)) for segment in range(len(self._cuts))
+        }
 
     def receive(self, segment: int, values: Bytes, *, lasting: bool) -> DeviceEvent | None:
         """Copy a segment's values to the device: see `Landing.receive`."""
         lo, hi = self._cuts[segment]
-        pinned = self._pinned(segment, values) if lasting and len(values) else None
+        pinned = self._pin(segment, values) if lasting and len(values) else None
         if pinned is not None:
             self._done = self._stream.copy(self._values[lo:hi], pinned)
             return self._done
         before = self._copied.get(segment)
         if before is not None:
             before.wait()  # the device may still read the values of an earlier attempt
-        self._host[lo:hi].copy_(tensor_over(values, self._host.dtype))
+        self._host[lo:hi].copy_(make_tensor_over(values, self._host.dtype))
         self._done = self._copied[segment] = self._stream.copy(self._values[lo:hi], self._host[lo:hi])
         return None
 
@@ -265,18 +267,18 @@ class PulledVector:
                 self._device.unpin(pinned)
         self._pins.clear()
 
-    def _bytes(self, segment: int) -> int:
+    def _count_bytes(self, segment: int) -> int:
         lo, hi = self._cuts[segment]
         return (hi - lo) * self._host.element_size()
 
-    def _pinned(self, segment: int, values: Bytes) -> Tensor | None:
+    def _pin(self, segment: int, values: Bytes) -> Tensor | None:
         """Return the server's memory as a pinned tensor, or None if the system does not pin it."""
         address = int(values.__array_interface__["data"][0])
         known = self._pins.get(segment)
         if known is None or known[0] != address:
             if known is not None and known[1] is not None:
                 self._device.unpin(known[1])
-            found = tensor_over(values, self._host.dtype)
+            found = make_tensor_over(values, self._host.dtype)
             known = self._pins[segment] = address, found if self._device.pin(found, read_only=True) else None
         return known[1]
 
@@ -292,7 +294,7 @@ class _SegmentLanding(Landing):
         return self._vector.receive(self._segment, values, lasting=lasting)
 
 
-def tensor_over(values: Bytes, dtype: torch.dtype) -> Tensor:
+def make_tensor_over(values: Bytes, dtype: torch.dtype) -> Tensor:
     """Return a tensor over an array of bytes, which may be read-only memory: the tensor must not be written to."""
     if not len(values):
         return torch.empty(0, dtype=dtype)
@@ -327,7 +329,7 @@ class PushMemory:
             else:
                 self.host = self._own
         if self._known is None or self._known[0] is not self.host:
-            laid, item = flat_bytes(self.host), self.host.element_size()
+            laid, item = view_bytes(self.host), self.host.element_size()
             self._known = self.host, {i: laid[a * item : b * item] for i, (a, b) in enumerate(cuts)}
         return self._known[1]
 

@@ -50,12 +50,12 @@ class MemberRequests:
     def remove(self, rank: int) -> Future[Marks]:
         """Let the worker `rank` leave. The answer has its steps on the servers, which do not change afterwards."""
         change = MemberChange(MemberChangeKind.REMOVE, rank)
-        return self._submit(lambda session: _marks_of(rank, _asked(session, change)))
+        return self._submit(lambda session: _marks_of(rank, _ask(session, change)))
 
     def repeat(self, rank: int, step: int, earlier: Iterable[PushId]) -> Future[bool]:
         """Let the push (`rank`, `step`) repeat the pushes `earlier`. The answer is True."""
         change = MemberChange(MemberChangeKind.REPEAT, rank, step, tuple(earlier))
-        return self._submit(lambda session: bool(_asked(session, change)))
+        return self._submit(lambda session: bool(_ask(session, change)))
 
     def end(self) -> Future[int]:
         """After all workers have left, retain the last state. The answer is its round, which is above all steps."""
@@ -100,7 +100,7 @@ class MemberRequests:
             session.close()
 
 
-def _asked(session: Session, change: MemberChange, incarnation: int = 0) -> list[list[int]]:
+def _ask(session: Session, change: MemberChange, incarnation: int = 0) -> list[list[int]]:
     """Send a change to all segments; return the next step of each rank, for each segment."""
     pieces = dict.fromkeys(range(session.space.segments), change.encode())
     answers = session.exchange(GroupMessage.MEMBERS, pieces, weight=float(incarnation)).pieces
@@ -116,7 +116,7 @@ def _admit(session: Session, rank: int, incarnation: int, first: int) -> int:
     """Admit a rank on all segments, until its first step, at least `first`, is the same on all of them."""
     while True:
         change = MemberChange(MemberChangeKind.ADMIT, rank, first)
-        low, first = _marks_of(rank, _asked(session, change, incarnation))
+        low, first = _marks_of(rank, _ask(session, change, incarnation))
         if low == first:
             return first
 
@@ -124,5 +124,5 @@ def _admit(session: Session, rank: int, incarnation: int, first: int) -> int:
 def _end(session: Session) -> int:
     answers = session.exchange(GroupMessage.MARKS, dict.fromkeys(range(session.space.segments), b"")).pieces
     last = max(max(read_numbers(piece)) for piece in answers.values()) + 1
-    marks = _asked(session, MemberChange(MemberChangeKind.END, step=last))
+    marks = _ask(session, MemberChange(MemberChangeKind.END, step=last))
     return max(max(each) for each in marks)

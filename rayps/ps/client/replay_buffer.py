@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rayps.comm.link.socket_link import Payload, as_bytes
-from rayps.ps.protocol.mailbox import rounded
+from rayps.ps.protocol.mailbox import round_up
 from rayps.ps.protocol.rows import Bytes, PieceBytes
 
 LEAST_BLOCK = 1 << 14  # bytes; a smaller copy is in ordinary memory
@@ -51,9 +51,9 @@ class CopyMemory:
     def copy(self, piece: Payload) -> memoryview:
         """Return a copy of a piece. A small copy, or one beyond `COPY_LIMIT`, is in ordinary memory."""
         view = as_bytes(piece)
-        size = rounded(len(view))
+        size = round_up(len(view))
         free = self._free.setdefault(size, [])
-        if len(view) < LEAST_BLOCK or not (free or self._room(size)):
+        if len(view) < LEAST_BLOCK or not (free or self._make_room(size)):
             return memoryview(bytes(view))
         if free:
             block = free.pop()
@@ -64,7 +64,7 @@ class CopyMemory:
         weakref.finalize(found, free.append, block).atexit = False
         return found.data
 
-    def _room(self, size: int) -> bool:
+    def _make_room(self, size: int) -> bool:
         """Return whether a block of `size` bytes is available; allocate a new chunk, within the limit, if necessary."""
         wanted = max(COPY_CHUNK, size)
         if len(self._rest) < size and self._bytes + wanted <= COPY_LIMIT:

@@ -82,7 +82,7 @@ class RequestSender:
             request.kind in PUSHES
         ):  # the push may be retained and repeated: refer to bytes that the caller cannot change
             request.pieces.update(zip(segments, places, strict=True))
-        tag = self._in_flight(connection, InFlight(request, segments))
+        tag = self._put_in_flight(connection, InFlight(request, segments))
         try:
             connection.send(Message(request.kind, tag, request.step, patience, request.weight), payload)
         except LinkError:
@@ -103,7 +103,7 @@ class RequestSender:
             return False
         rows, outs = [], dict[int, PieceBytes]()
         for index in segments:
-            row = self._row(memory, request, index, outs)
+            row = self._make_row(memory, request, index, outs)
             if row is None:
                 return False
             rows.append(row)
@@ -113,12 +113,12 @@ class RequestSender:
         except LinkError:
             self._connections.lose(connection)
             return True
-        tag = self._in_flight(connection, InFlight(request, segments, True, outs))
+        tag = self._put_in_flight(connection, InFlight(request, segments, True, outs))
         mailbox.put(tag, request.kind, head_of(rows), request.step, patience, request.weight)
         self._unsignalled.append(mailbox)
         return True
 
-    def _row(
+    def _make_row(
         self, memory: WorkerMemory, request: SegmentRequest, index: int, outs: dict[int, PieceBytes]
     ) -> tuple[int, ...] | None:
         """Return a segment's row in the head of a mailbox, or None if the request must be sent by message.
@@ -151,7 +151,7 @@ class RequestSender:
                 return None
         return index, self._connections.map.holders[index].generation, at, len(piece), place, size
 
-    def _in_flight(self, connection: ServerConnection, flight: InFlight) -> int:
+    def _put_in_flight(self, connection: ServerConnection, flight: InFlight) -> int:
         tag = self.next_tag()
         connection.flights[tag] = flight
         for index in flight.segments:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from rayps.core.rows.step_members import Members
 from rayps.ps.client.session import Session
-from rayps.ps.protocol.messages import ArrivalKind, GroupMessage, numbers, unpack_members
+from rayps.ps.protocol.messages import ArrivalKind, GroupMessage, pack_numbers, unpack_members
 
 
 class RoundArrivals:
@@ -38,5 +38,5 @@ class RoundArrivals:
         self._ask(ArrivalKind.MEET, round, workers)
 
     def _ask(self, kind: ArrivalKind, round: int, needed: int) -> list[Members]:
-        found = self._session.exchange(GroupMessage.ARRIVE, {0: numbers([kind])}, step=round, weight=needed)
+        found = self._session.exchange(GroupMessage.ARRIVE, {0: pack_numbers([kind])}, step=round, weight=needed)
         return unpack_members(found.pieces[0])

@@ -102,7 +102,7 @@ class SegmentFeed:
             found[self._next] = self._pieces[self._next]
             self._next -= 1
         if found:
-            return self._request(found)
+            return self._make_request(found)
         with self._lock:
             if self._ended and not self._refused and self._next < 0 and self._others:
                 others, self._others = self._others, {}
@@ -117,7 +117,7 @@ class SegmentFeed:
         with self._lock:
             self._refused = True
 
-    def _request(self, pieces: dict[int, PieceBytes]) -> SegmentRequest:
+    def _make_request(self, pieces: dict[int, PieceBytes]) -> SegmentRequest:
         if self._places is None:
             return SegmentRequest(GroupMessage.PUSH, self.step, self.weight, pieces)
         places = {index: self._places[index] for index in pieces}

@@ -30,13 +30,13 @@ from rayps.ps.client.connections import (
     SegmentRequest,
     ServerConnection,
     ServerConnections,
-    named,
+    name_segments,
 )
 from rayps.ps.client.replay_buffer import ReplayBuffer, StepPush
 from rayps.ps.client.requests import RequestSender
 from rayps.ps.client.whole_exchange import SharedGradient, WholeExchangePart
 from rayps.ps.protocol.mailbox import Landing, WorkerMailbox
-from rayps.ps.protocol.messages import GroupMessage, error_of, numbers, read_numbers
+from rayps.ps.protocol.messages import GroupMessage, error_of, pack_numbers, read_numbers
 from rayps.ps.protocol.rows import PieceBytes, ShardRows
 from rayps.ps.protocol.segment_map import SpaceMap, StaticMap
 from rayps.ps.protocol.space import Space
@@ -136,7 +136,7 @@ class Session:
         name = name or (f"worker-{rank}" if rank >= 0 else "opener")
         restored = isinstance(source, StaticMap) and not source.final  # a server that died is restored from a snapshot
         self.replay_buffer = ReplayBuffer(keep, tracks=restored and pushes)
-        first = self._first if restored and pushes else None
+        first = self._find_first if restored and pushes else None
         self._connections = ServerConnections(
             source, space, rank, incarnation, name, timeout, resident=resident, first=first
         )
@@ -301,7 +301,7 @@ class Session:
         target = [max(steps) for steps in zip(*reached.values(), strict=True)]
         if len({steps[self.rank] for steps in reached.values()}) > 1:
             return  # only some servers have a push of this rank: there is no common state until it is repeated
-        late = {i: numbers(target) for i, steps in reached.items() if steps != target}
+        late = {i: pack_numbers(target) for i, steps in reached.items() if steps != target}
         if late:
             self.exchange(GroupMessage.AIM, late)
 
@@ -545,21 +545,21 @@ class Session:
             if not each.repeated:
                 pieces = {i: memoryview(bytes(as_bytes(each.pieces[i]))) for i in each.pieces if i not in each.answers}
                 self.replay_buffer.retain(each.step, each.weight, pieces)
-        self._requests = self._repeated(range(self.space.segments)) if cut_off else []
+        self._requests = self._make_repeated(range(self.space.segments)) if cut_off else []
 
-    def _repeated(self, segments: Collection[int], marks: Mapping[int, int] | None = None) -> list[SegmentRequest]:
+    def _make_repeated(self, segments: Collection[int], marks: Mapping[int, int] | None = None) -> list[SegmentRequest]:
         """Return the retained pushes to these segments as requests; `marks`: segment -> the first step to repeat."""
         return [
             SegmentRequest(GroupMessage.PUSH, p.step, p.weight, p.pieces, repeated=True, by_message=True)
             for p in self.replay_buffer.of(segments, marks)  # a server receives messages in this order
         ]
 
-    def _first(self, server: str) -> int:
+    def _find_first(self, server: str) -> int:
         """Return the first step that can be repeated to a server, or -1 if one of its segments has had no push."""
         return self.replay_buffer.oldest(index for index, held in enumerate(self.map.holders) if held.primary == server)
 
     def _ask_marks(self) -> None:
-        """Send JOIN to new primaries to learn this rank's next step there. `_joined` handles the answers."""
+        """Send JOIN to new primaries to learn this rank's next step there. `_note_joined` handles the answers."""
         for server, segments in self.map.by_server(list(self._unsure_segments)).items():
             connection = None if server is None else self._connections.to(server)
             if (
@@ -571,7 +571,7 @@ class Session:
                 connection = self._connections.open.get(server)
             self._unsure_segments.update(dict.fromkeys(segments, connection))
 
-    def _joined(self, connection: ServerConnection, message: Message) -> None:
+    def _note_joined(self, connection: ServerConnection, message: Message) -> None:
         pairs = read_numbers(message.payload)
         connection.marks = dict(zip(pairs[::2], pairs[1::2], strict=True))
         connection.joined = True
@@ -580,7 +580,7 @@ class Session:
         known = [index for index in asked if index in connection.marks]
         for index in known:
             del self._unsure_segments[index]
-        self._requests[:0] = self._repeated(known, connection.marks)
+        self._requests[:0] = self._make_repeated(known, connection.marks)
         if len(known) < len(asked):  # the server has not received its orders yet
             self._unsure_segments.update(dict.fromkeys(set(asked).difference(known)))
             self._connections.refused(connection.server)
@@ -598,11 +598,11 @@ class Session:
                 for server, segments in self.map.by_server(ready).items():
                     connection = None if server is None else self._connections.to(server)
                     if connection is not None:
-                        self._sender.send(connection, request, segments, self._patience(request))
+                        self._sender.send(connection, request, segments, self._find_patience(request))
                         passing("session: between servers")
         self._sender.signal()
 
-    def _patience(self, request: SegmentRequest) -> int:
+    def _find_patience(self, request: SegmentRequest) -> int:
         """Return how many milliseconds a server may delay the answer to a request."""
         if request.kind not in _PATIENT:
             return 0
@@ -620,7 +620,7 @@ class Session:
             mailbox = connection.mailbox
             if mailbox is not None and connection.readable:
                 found = True
-                self._answered_by_mailbox(connection, mailbox)
+                self._take_answer_of_mailbox(connection, mailbox)
         copies = self._sender.copies
         if copies and (before is None or copies[0].copy.done):
             found = True
@@ -635,11 +635,11 @@ class Session:
         self._requests.append(SegmentRequest(GroupMessage.READ, 0, 0.0, pieces, changed, by_message=True))
         self._send_all()
 
-    def _answered_by_mailbox(self, connection: ServerConnection, mailbox: WorkerMailbox) -> None:
+    def _take_answer_of_mailbox(self, connection: ServerConnection, mailbox: WorkerMailbox) -> None:
         flight = connection.flights.pop(mailbox.tag)
         version, lead, durable, _, _ = mailbox.answer()
         kind = GroupMessage.ACK if flight.request.kind == GroupMessage.PUSH else GroupMessage.VALUE
-        self._answered(connection, flight, Message(kind, mailbox.tag, version, lead, float(durable)))
+        self._record_answer(connection, flight, Message(kind, mailbox.tag, version, lead, float(durable)))
         changed = self._sender.read(mailbox, flight) if kind == GroupMessage.VALUE else {}
         if changed:
             self._read_again(flight.request, changed)
@@ -674,7 +674,7 @@ class Session:
             if message.kind != GroupMessage.JOINED:  # the server does not know the space yet: connect again later
                 self._connections.lose(connection)
                 return
-            self._joined(connection, message)
+            self._note_joined(connection, message)
             return
         flight = connection.flights.pop(message.tag, None)
         if flight is None:
@@ -691,11 +691,11 @@ class Session:
                 "expected",
                 peer=connection.server,
             )
-        self._answered(connection, flight, message)
+        self._record_answer(connection, flight, message)
         if message.kind == GroupMessage.VALUE:
             flight.request.copy_values(connection.server, message.payload)
 
-    def _answered(self, connection: ServerConnection, flight: InFlight, message: Message) -> None:
+    def _record_answer(self, connection: ServerConnection, flight: InFlight, message: Message) -> None:
         """Record that a request was answered. If it is a push that is not durable, retain it."""
         request, segments, durable = flight.request, flight.segments, int(message.weight)
         self._connections.answered(connection.server)
@@ -757,7 +757,8 @@ class LossCheck:
         gone = sorted(self._moved.intersection(awaited).intersection(self.lost()))
         if gone:
             raise PeerLost(
-                f"{named(gone)} of space {self._space!r} had no backup when their server died: their parameters, and "
+                f"{name_segments(gone)} of space {self._space!r} had no backup when their server died: their "
+                "parameters, and "
                 "all pushes to them, are lost (the knob is `replicas`)",
                 peer="server",
                 segments=gone,

@@ -26,7 +26,7 @@ from rayps.ps.protocol.mailbox import (
 from rayps.ps.protocol.rows import Bytes, PieceBytes
 from rayps.ps.protocol.segment_map import SpaceMap
 from rayps.ps.protocol.space import Space
-from rayps.tensors.packing import flat_bytes
+from rayps.tensors.packing import view_bytes
 
 _LOOK_MS = 1000  # milliseconds between two checks of the deadline
 
@@ -184,7 +184,7 @@ class SharedGradient:
     def pieces(self, gradients: GradientBuffer) -> dict[int, PieceBytes]:
         """Return a push of the whole gradient as a dict from segment to piece."""
         if self._whole is None or self._whole[0] is not gradients:
-            shared, item = flat_bytes(gradients.whole), gradients.whole.element_size()
+            shared, item = view_bytes(gradients.whole), gradients.whole.element_size()
             self._whole = (
                 gradients,
                 {i: shared[a * item : b * item] for i, (a, b) in enumerate(self._connections.space.cuts)},

@@ -25,7 +25,7 @@ from itertools import groupby
 
 from rayps_client.errors import ConfigError
 
-from rayps.core.partition import spots
+from rayps.core.partition import place_with_backups
 from rayps.ps.protocol.messages import Event, Role
 
 BOUND = 1.25  # a server gets at most this times the mean number of a space's segments
@@ -103,7 +103,7 @@ class SegmentAssignment:
         return Role.COPY if server in self.copies else Role.NONE
 
 
-def _without_copy(segment: SegmentAssignment, server: str) -> SegmentAssignment:
+def _drop_copy(segment: SegmentAssignment, server: str) -> SegmentAssignment:
     copies = tuple(copy for copy in segment.copies if copy != server)
     return replace(segment, copies=copies, synced=segment.synced - {server})
 
@@ -121,7 +121,7 @@ def apply_report(
     if event == Event.ASKED:  # sent by a backup that needs a state, or by a primary that has none to begin with
         if reporter == segment.primary and not segment.started:
             return replace(segment, primary=None)
-        return _without_copy(segment, reporter) if reporter in segment.copies else segment
+        return _drop_copy(segment, reporter) if reporter in segment.copies else segment
     if reporter != segment.primary:
         return segment
     if event == Event.READY:
@@ -131,7 +131,7 @@ def apply_report(
     if event == Event.HANDED and segment.successor is not None:
         return replace(segment, handed=True)
     if event == Event.COPY_LOST and name in segment.copies:
-        return _without_copy(segment, name)
+        return _drop_copy(segment, name)
     return segment
 
 
@@ -238,14 +238,14 @@ def apply(segment: SegmentAssignment, decision: SegmentDecision) -> SegmentAssig
         case StartCopy(_, server):
             return replace(segment, copies=(*segment.copies, server))
         case DropCopy(_, server):
-            return _without_copy(segment, server)
+            return _drop_copy(segment, server)
         case HandOver(_, server):
             return replace(segment, successor=server, handed=False)
 
 
 def decide(facts: GroupFacts) -> list[Decision]:
     """Return the present decisions, at most one for each segment; [] if the group is settled, or waits for reports."""
-    return [*_about_servers(facts), *_SegmentDecisions(facts).decide()]
+    return [*_decide_about_servers(facts), *_SegmentDecisions(facts).decide()]
 
 
 def settled(facts: GroupFacts) -> bool:
@@ -258,7 +258,7 @@ def settled(facts: GroupFacts) -> bool:
     )
 
 
-def targets(facts: GroupFacts) -> dict[SegmentId, tuple[str, ...]]:
+def choose_targets(facts: GroupFacts) -> dict[SegmentId, tuple[str, ...]]:
     """Return for each segment the servers on which it belongs, the primary first; {} if no server stays."""
     staying = tuple((server.name, server.host) for server in facts.servers if server.stays)
     found: dict[SegmentId, tuple[str, ...]] = {}
@@ -267,7 +267,7 @@ def targets(facts: GroupFacts) -> dict[SegmentId, tuple[str, ...]]:
     names = {name for name, _ in staying}
     for _, group in groupby(facts.segments, lambda segment: segment.space):
         segments = list(group)
-        places = _spots(tuple(segment.key for segment in segments), staying, facts.replicas + 1)
+        places = _choose_spots(tuple(segment.key for segment in segments), staying, facts.replicas + 1)
         for segment, place in zip(segments, places, strict=True):
             first = facts.placed_by_load.get(segment.id)
             if first in names:
@@ -277,13 +277,15 @@ def targets(facts: GroupFacts) -> dict[SegmentId, tuple[str, ...]]:
 
 
 @lru_cache(256)
-def _spots(keys: tuple[str, ...], servers: tuple[tuple[str, str], ...], replicas: int) -> list[tuple[str, ...]]:
+def _choose_spots(keys: tuple[str, ...], servers: tuple[tuple[str, str], ...], replicas: int) -> list[tuple[str, ...]]:
     names, hosts = [name for name, _ in servers], [host for _, host in servers]
     bound = BOUND if len(keys) > len(names) else 1.0  # if there are enough servers, each has one segment
-    return [tuple(names[i] for i in found) for found in spots(keys, names, replicas, hosts=hosts, bound=bound)]
+    return [
+        tuple(names[i] for i in found) for found in place_with_backups(keys, names, replicas, hosts=hosts, bound=bound)
+    ]
 
 
-def _about_servers(facts: GroupFacts) -> list[Decision]:
+def _decide_about_servers(facts: GroupFacts) -> list[Decision]:
     used = {name for segment in facts.segments for name in (*segment.holders, segment.successor)}
     found: list[Decision] = []
     alive = [server for server in facts.servers if server.state == ServerState.ALIVE]
@@ -307,7 +309,7 @@ class _SegmentDecisions:
     def __init__(self, facts: GroupFacts) -> None:
         self._facts = facts
         self._states = {server.name: server.state for server in facts.servers}
-        self._targets = targets(facts)
+        self._targets = choose_targets(facts)
         self._segments = {segment.id: segment for segment in facts.segments}
         self._busy: Counter[str] = Counter()  # server -> number of segments that it sends, receives or hands over
         self._primaries: Counter[str] = Counter()  # server -> number of primaries, so that promotions are spread
@@ -321,34 +323,34 @@ class _SegmentDecisions:
         found: list[Decision] = []
         later: list[tuple[bool, SegmentAssignment]] = []
         for segment in self._facts.segments:
-            decision = self._urgent_decision(segment)
+            decision = self._decide_urgent(segment)
             if decision is not None:
                 found.append(decision)
             elif self._can_move(segment):
-                later.append((self._fully_copied(segment), segment))
+                later.append((self._is_fully_copied(segment), segment))
         for copied, segment in sorted(later, key=lambda item: item[0]):  # missing backups first
-            decision = self._next_copy_or_move(segment, copied)
+            decision = self._decide_copy_or_move(segment, copied)
             if decision is not None:
                 found.append(decision)
         return found
 
     # ---- decisions that cannot wait
 
-    def _urgent_decision(self, segment: SegmentAssignment) -> SegmentDecision | None:
+    def _decide_urgent(self, segment: SegmentAssignment) -> SegmentDecision | None:
         primary, successor = segment.primary, segment.successor
-        if primary is None or (not segment.started and self._gone(primary)):
+        if primary is None or (not segment.started and self._is_gone(primary)):
             return self._place(segment)
-        if self._gone(primary):
+        if self._is_gone(primary):
             return self._recover(segment)
-        if successor is not None and (successor not in segment.synced or self._gone(successor)):
-            return Promote(segment.id, primary, self._in_sync(segment), "back") if self._up(primary) else None
+        if successor is not None and (successor not in segment.synced or self._is_gone(successor)):
+            return Promote(segment.id, primary, self._list_in_sync(segment), "back") if self._is_up(primary) else None
         for copy in segment.copies:
-            if self._gone(copy):
+            if self._is_gone(copy):
                 return DropCopy(segment.id, copy)
-        if successor is not None and segment.handed and self._up(successor):
+        if successor is not None and segment.handed and self._is_up(successor):
             # the old primary has all changes too, so it becomes a backup if the segment belongs there
-            stays = primary in self._targets.get(segment.id, ()) and self._up(primary)
-            others = tuple(copy for copy in self._in_sync(segment) if copy != successor)
+            stays = primary in self._targets.get(segment.id, ()) and self._is_up(primary)
+            others = tuple(copy for copy in self._list_in_sync(segment) if copy != successor)
             return Promote(segment.id, successor, (*others, primary) if stays else others, "moved")
         return None
 
@@ -356,32 +358,38 @@ class _SegmentDecisions:
         if segment.parent not in self._segments:
             return self._place_empty(segment, lost=segment.parent is not None)  # the parent's space was closed
         parent = self._segments[segment.parent]  # a branch begins on its parent's server
-        usable = parent.ready and parent.successor is None and parent.primary is not None and self._up(parent.primary)
+        usable = (
+            parent.ready and parent.successor is None and parent.primary is not None and self._is_up(parent.primary)
+        )
         return PlaceSegment(segment.id, str(parent.primary)) if usable else None
 
     def _recover(self, segment: SegmentAssignment) -> SegmentDecision | None:
-        candidates = [copy for copy in self._in_sync(segment) if self._up(copy)]
+        candidates = [copy for copy in self._list_in_sync(segment) if self._is_up(copy)]
         if candidates:
             first = self._targets.get(segment.id, ("",))[0]
             best = min(candidates, key=lambda name: (name != first, self._primaries[name], name))
             self._primaries[best] += 1
             return Promote(segment.id, best, tuple(name for name in candidates if name != best), "died")
         may_return = (ServerState.AWAY, ServerState.SILENT)
-        if self._state(str(segment.primary)) in may_return or any(self._state(c) in may_return for c in segment.synced):
+        if self._find_state(str(segment.primary)) in may_return or any(
+            self._find_state(c) in may_return for c in segment.synced
+        ):
             return None
         return self._place_empty(segment, lost=True)
 
     def _place_empty(self, segment: SegmentAssignment, *, lost: bool) -> SegmentDecision | None:
-        place = [name for name in self._targets.get(segment.id, ()) if self._up(name)]
+        place = [name for name in self._targets.get(segment.id, ()) if self._is_up(name)]
         return PlaceSegment(segment.id, place[0], lost) if place else None
 
     # ---- decisions that are limited in number, because a server carries out only a few of them at a time
 
     def _can_move(self, segment: SegmentAssignment) -> bool:
         """Return whether no change of the segment is in progress, and its primary is connected."""
-        return segment.ready and segment.successor is None and not segment.unsynced and self._up(str(segment.primary))
+        return (
+            segment.ready and segment.successor is None and not segment.unsynced and self._is_up(str(segment.primary))
+        )
 
-    def _next_copy_or_move(self, segment: SegmentAssignment, copied: bool) -> SegmentDecision | None:
+    def _decide_copy_or_move(self, segment: SegmentAssignment, copied: bool) -> SegmentDecision | None:
         """Return the next decision about a segment: copy it to a missing server, else hand it over, else drop a backup.
 
         The segment is handed over only when each wanted server that is connected has it, and the new primary is in
@@ -393,7 +401,7 @@ class _SegmentDecisions:
         if not wanted or (copied and self._facts.gathering):
             return None
         limit = self._facts.moves if copied else self._facts.heals
-        missing = [name for name in wanted if name not in segment.holders and self._up(name)]
+        missing = [name for name in wanted if name not in segment.holders and self._is_up(name)]
         missing.sort(key=lambda name: copied and name != wanted[0])
         for name in missing:
             if (segment.primary, name) in self._facts.failed_copies or (segment.id, name) in self._facts.dropping:
@@ -403,7 +411,7 @@ class _SegmentDecisions:
         if missing:
             return None
         if segment.primary != wanted[0]:
-            ready = wanted[0] in segment.synced and self._up(wanted[0])
+            ready = wanted[0] in segment.synced and self._is_up(wanted[0])
             return HandOver(segment.id, wanted[0]) if ready and self._count_busy(limit, segment.primary) else None
         extra = next((copy for copy in segment.copies if copy not in wanted), None)
         return None if extra is None else DropCopy(segment.id, extra)
@@ -417,20 +425,20 @@ class _SegmentDecisions:
 
     # ---- states
 
-    def _fully_copied(self, segment: SegmentAssignment) -> bool:
+    def _is_fully_copied(self, segment: SegmentAssignment) -> bool:
         return len(segment.synced) >= len(self._targets.get(segment.id, ())) - 1
 
-    def _in_sync(self, segment: SegmentAssignment) -> tuple[str, ...]:
-        return tuple(copy for copy in segment.copies if copy in segment.synced and not self._gone(copy))
+    def _list_in_sync(self, segment: SegmentAssignment) -> tuple[str, ...]:
+        return tuple(copy for copy in segment.copies if copy in segment.synced and not self._is_gone(copy))
 
-    def _state(self, name: str) -> ServerState:
+    def _find_state(self, name: str) -> ServerState:
         return self._states.get(name, ServerState.DEAD)
 
-    def _up(self, name: str) -> bool:
-        return self._state(name) in UP
+    def _is_up(self, name: str) -> bool:
+        return self._find_state(name) in UP
 
-    def _gone(self, name: str) -> bool:
-        return self._state(name) in (ServerState.SILENT, ServerState.DEAD)
+    def _is_gone(self, name: str) -> bool:
+        return self._find_state(name) in (ServerState.SILENT, ServerState.DEAD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -529,7 +537,7 @@ def _relieve(
     return found
 
 
-def skew(loads: Sequence[float]) -> float:
+def measure_skew(loads: Sequence[float]) -> float:
     """Return the largest load divided by the mean load; 1.0 if all loads are equal."""
     total = sum(loads)
     return max(loads) * len(loads) / total if total else 1.0

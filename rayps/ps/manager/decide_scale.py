@@ -101,17 +101,17 @@ class Measured:
     @classmethod
     def of(cls, servers: Sequence[ServerUse]) -> Measured:
         """Return the measurement of these servers."""
-        return cls(len(servers), busy(servers), sum(each.touches for each in servers))
+        return cls(len(servers), average_busy(servers), sum(each.touches for each in servers))
 
 
-def busy(servers: Sequence[ServerUse]) -> float:
+def average_busy(servers: Sequence[ServerUse]) -> float:
     """Return the mean busy share; 0 without servers."""
     return sum(each.busy for each in servers) / len(servers) if servers else 0.0
 
 
 def is_high(rule: ScaleRule, servers: Sequence[ServerUse]) -> bool:
     """Return whether the load asks for more servers."""
-    return busy(servers) > rule.high or _fullest(servers) > rule.memory
+    return average_busy(servers) > rule.high or _find_fullest(servers) > rule.memory
 
 
 def is_low(rule: ScaleRule, servers: Sequence[ServerUse]) -> bool:
@@ -119,10 +119,10 @@ def is_low(rule: ScaleRule, servers: Sequence[ServerUse]) -> bool:
     rest = len(servers) - 1
     if rest < 1:
         return False
-    return busy(servers) * len(servers) / rest <= rule.low and _fullest(servers, rest) <= 0.9 * rule.memory
+    return average_busy(servers) * len(servers) / rest <= rule.low and _find_fullest(servers, rest) <= 0.9 * rule.memory
 
 
-def _fullest(servers: Sequence[ServerUse], count: int | None = None) -> float:
+def _find_fullest(servers: Sequence[ServerUse], count: int | None = None) -> float:
     """Return the share of memory in use on the fullest host, if the bytes were spread over `count` servers."""
     total = sum(each.bytes for each in servers)
     found = 0.0
@@ -153,17 +153,17 @@ def decide_scale(rule: ScaleRule, facts: ScaleFacts) -> SetServers | None:
     if facts.since_change < rule.cooldown:
         return None
     if facts.high_for >= rule.patience and is_high(rule, facts.servers):
-        return _grown(rule, facts)
+        return _grow(rule, facts)
     if facts.low_for >= rule.calm and is_low(rule, facts.servers) and now > least:
-        share = busy(facts.servers)
+        share = average_busy(facts.servers)
         return SetServers(
             now - 1, f"the servers were busy for {share:.0%} of the last {facts.low_for:.0f} s, and one less suffices"
         )
     return None
 
 
-def _grown(rule: ScaleRule, facts: ScaleFacts) -> SetServers | None:
-    now, share, full = facts.wanted, busy(facts.servers), _fullest(facts.servers)
+def _grow(rule: ScaleRule, facts: ScaleFacts) -> SetServers | None:
+    now, share, full = facts.wanted, average_busy(facts.servers), _find_fullest(facts.servers)
     if share > rule.high:
         if not facts.paid:
             return None
@@ -203,8 +203,8 @@ class ServerScaler:
             self._high_since = self._low_since = None
             self._changed = max(self._changed, now - rule.cooldown / 2)  # half a cooldown begins when it is settled
             return None
-        self._high_since = _since(self._high_since, is_high(rule, facts.servers), now)
-        self._low_since = _since(self._low_since, is_low(rule, facts.servers), now)
+        self._high_since = _find_since(self._high_since, is_high(rule, facts.servers), now)
+        self._low_since = _find_since(self._low_since, is_low(rule, facts.servers), now)
         measured = Measured.of(facts.servers)
         if self._grew_from is not None and now - self._changed >= rule.cooldown:
             self._unpaid = None if paid(self._grew_from, measured) else measured
@@ -229,6 +229,6 @@ class ServerScaler:
         return found
 
 
-def _since(since: float | None, true: bool, now: float) -> float | None:
+def _find_since(since: float | None, true: bool, now: float) -> float | None:
     """Return since when a condition is true, or None if it is not."""
     return None if not true else now if since is None else since

@@ -126,7 +126,9 @@ class GroupState:
         member = self.members.get(name)
         if self.pending.registered(name):
             member = self.members[name] = ServerMember(name, record, ServerState.ALIVE)
-            self.members = dict(sorted(self.members.items(), key=lambda item: _age(item[0])))  # the oldest first
+            self.members = dict(
+                sorted(self.members.items(), key=lambda item: _read_number(item[0]))
+            )  # the oldest first
             self.event("server_joined", f"{name} on {record.host or 'this host'} has joined the group", server=name)
         elif member is None or member.state == ServerState.DEAD:
             self.launcher.end(name, record.node)
@@ -419,5 +421,5 @@ class GroupState:
         return (hi - lo) * space.layout.dtype.itemsize
 
 
-def _age(server: str) -> int:
+def _read_number(server: str) -> int:
     return int(server.rpartition("-")[2])

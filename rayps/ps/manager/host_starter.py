@@ -13,7 +13,7 @@ from rayps_client.errors import NoResources, RaypsError
 
 from rayps.cluster.local import ActorHandle, ActorReply, Bundle, Cluster
 from rayps.ps.manager.launcher import MOST_ROOM, StartOrder
-from rayps.ps.server.server_host import host_actor, reservation_name
+from rayps.ps.server.server_host import name_host_actor, name_reservation
 
 HOST = "rayps.ps.server.server_host:ServerHost"
 RESERVE_SECONDS = 2.0  # seconds in which Ray must reserve CPUs that are free
@@ -62,13 +62,13 @@ class HostStarter:
         try:
             if self._cpus:
                 self._cluster.reserve_named(
-                    reservation_name(self._group, order.server),
+                    name_reservation(self._group, order.server),
                     {"cpu": self._cpus},
                     node,
                     RESERVE_SECONDS,
                     detached=self._detached,
                 )
-            return self._host(node, order.gently).call("start", order.server, order.secret, order.manager)
+            return self._find_host(node, order.gently).call("start", order.server, order.secret, order.manager)
         except (RaypsError, OSError, RuntimeError):
             self.end(order.server, node)
             raise
@@ -83,24 +83,24 @@ class HostStarter:
     def end(self, server: str, node: str) -> None:
         """Kill a server, and release its CPUs. See `ServerStarter.end`."""
         node = self._nodes.pop(server, node)
-        host = self._hosts.get(node) or self._cluster.find(host_actor(self._group, node))
+        host = self._hosts.get(node) or self._cluster.find(name_host_actor(self._group, node))
         if host is not None:
             with contextlib.suppress(RaypsError, TimeoutError):  # the host has ended, and the server with it
                 host.call("end", server).result(END_SECONDS)
-        found = self._cluster.reservation(reservation_name(self._group, server)) if self._cpus else None
+        found = self._cluster.reservation(name_reservation(self._group, server)) if self._cpus else None
         if found is not None:
             found.release()
 
     def close(self) -> None:
         """End the actors on all hosts. See `ServerStarter.close`."""
         for node in {*self._hosts, *self._cluster.hosts(free=False)}:
-            found = self._cluster.find(host_actor(self._group, node))
+            found = self._cluster.find(name_host_actor(self._group, node))
             if found is not None:
                 self._cluster.kill(found)
         self._hosts = {}
 
-    def _host(self, node: str, gently: bool) -> ActorHandle:
-        name = host_actor(self._group, node)
+    def _find_host(self, node: str, gently: bool) -> ActorHandle:
+        name = name_host_actor(self._group, node)
         found = self._cluster.find(name)
         if found is not None:  # the handle that `spawn` returned is kept: without it, Ray would end the actor
             found = self._hosts.get(node, found)

@@ -140,7 +140,7 @@ class ActorStarter:
             order.group,
             order.secret,
             order.manager,
-            name=actor_name(self._group, order.server),
+            name=name_actor(self._group, order.server),
             **self._options,
             **more,
         )
@@ -151,7 +151,7 @@ class ActorStarter:
 
     def end(self, server: str, node: str) -> None:
         """End a server's actor. See `ServerStarter.end`."""
-        handle = self._handles.pop(server, None) or self._cluster.find(actor_name(self._group, server))
+        handle = self._handles.pop(server, None) or self._cluster.find(name_actor(self._group, server))
         if handle is not None:
             self._cluster.kill(handle)
 
@@ -230,6 +230,6 @@ class Launcher:
             self._starter.end(server, node)
 
 
-def actor_name(group: str, server: str) -> str:
+def name_actor(group: str, server: str) -> str:
     """Return the name of a server's actor in its cluster."""
     return f"rayps-server-{group}-{server}"

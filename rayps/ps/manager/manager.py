@@ -33,7 +33,7 @@ from rayps.ps.manager.members import ManagerConnection
 from rayps.ps.manager.publisher import ManagerConnections, Publisher
 from rayps.ps.manager.record import GroupRecord, RecordFile
 from rayps.ps.manager.scaling import GroupScaling, begin_resize
-from rayps.ps.manager.status import facts_of, loads_of, moves
+from rayps.ps.manager.status import facts_of, list_moves, loads_of
 from rayps.ps.protocol.messages import GroupMessage
 from rayps.ps.protocol.segment_map import register_group, unregister_group
 from rayps.ps.protocol.space import Quota, Space
@@ -94,7 +94,7 @@ class Manager:
         self._file, self._ends_servers = file, not detached
         self._connections = ManagerConnections(self._listener)
         home = surrounding() if cluster is None else cluster
-        starter = _starter(name, home, cpus, detached, forked)
+        starter = _make_starter(name, home, cpus, detached, forked)
         self._launcher = Launcher(name, starter, self._start_failed)
         publisher = Publisher(self._connections, self._listener.address)
         self._state = GroupState(record, file, publisher, self._launcher, balance, silence)
@@ -124,7 +124,7 @@ class Manager:
             ClusterError: segments have no ready server in time.
         """
         with self._lock:
-            return self._placed(spaces.opened(self._state, space))
+            return self._await_placed(spaces.open_space(self._state, space))
 
     def branch(
         self,
@@ -148,7 +148,7 @@ class Manager:
         with self._lock:
             found = spaces.find(self._state, parent)
             self._await_ready(found)
-            return self._placed(spaces.branched(self._state, found, name, quota, changes))
+            return self._await_placed(spaces.branch_space(self._state, found, name, quota, changes))
 
     def space(self, name: str) -> Space:
         """Return an open space. Raises NotFound if there is no open space of this name."""
@@ -180,7 +180,7 @@ class Manager:
     def restored(self, number: int, segments: list[int]) -> None:
         """Record that lost segments have been loaded again."""
         with self._lock:
-            spaces.restored(self._state, number, segments)
+            spaces.mark_restored(self._state, number, segments)
             self._state.apply_decisions()
 
     def map(self, number: int) -> dict[str, Any]:
@@ -194,7 +194,7 @@ class Manager:
         Raises NotFound if there is no open space with this number, and ConfigError if the space has no such rank.
         """
         with self._lock:
-            count = spaces.joined(self._state, number, rank)
+            count = spaces.join_rank(self._state, number, rank)
             self._file.write(self._state.record)
             return count
 
@@ -218,7 +218,7 @@ class Manager:
                 return
             resizes = number != record.wanted
             if resizes and record.resizing is not None and number != record.resizing[0]:
-                raise Conflict(self._resizing_now(number), status=409, resizing=list(record.resizing))
+                raise Conflict(self._describe_resizing(number), status=409, resizing=list(record.resizing))
             record.pinned = record.range is not None
             self._scaling.resized()
             if resizes:
@@ -245,7 +245,7 @@ class Manager:
                 return
             check_size(record.name, record.wanted - 1, record.replicas)
             if record.resizing is not None:
-                raise Conflict(self._resizing_now(record.wanted - 1), status=409)
+                raise Conflict(self._describe_resizing(record.wanted - 1), status=409)
             state.leave(server)
             self._scaling.resized()
             begin_resize(state, record.wanted - 1)
@@ -292,7 +292,7 @@ class Manager:
 
     # ---- waiting
 
-    def _placed(self, space: Space) -> Space:
+    def _await_placed(self, space: Space) -> Space:
         self._state.apply_decisions()
         self._await_ready(space)
         self._await_copies(space)
@@ -330,14 +330,15 @@ class Manager:
 
         self._lock.wait_for(copied, COPIED_SECONDS)
 
-    def _resizing_now(self, servers: int) -> str:
+    def _describe_resizing(self, servers: int) -> str:
         state, record = self._state, self._state.record
         before, now = record.resizing or (record.wanted, record.wanted)
         alive = sum(member.facts.stays for member in state.members.values())
         total = len(state.segments)
         return (
             f"group {record.name!r} is being resized from {before} to {now} servers: {alive} servers are alive, and "
-            f"{len(moves(state))} copies of {total} segments are in progress. Wait until the resize has ended (`rayps "
+            f"{len(list_moves(state))} copies of {total} segments are in progress. Wait until the resize has ended "
+            "(`rayps "
             f"servers show {record.name}`), or undo it with resize({before}); then call resize({servers})"
         )
 
@@ -442,7 +443,7 @@ def _listen(name: str, record: GroupRecord) -> Listener:
     return Listener(name, record.secret, host=host_address())
 
 
-def _starter(name: str, cluster: Cluster, cpus: float, detached: bool, forked: bool | None) -> ServerStarter:
+def _make_starter(name: str, cluster: Cluster, cpus: float, detached: bool, forked: bool | None) -> ServerStarter:
     """Return what starts the servers: an actor on each host if `forked`, by default on Ray; else an actor for each."""
     if forked or (forked is None and cluster.node):
         return HostStarter(name, cluster, cpus=cpus, detached=detached)

@@ -20,7 +20,7 @@ from rayps.comm.link import Listener, Message
 from rayps.ps.manager.assign_segments import UP, SegmentAssignment, SegmentId, ServerState
 from rayps.ps.manager.members import ManagerConnection, ServerMember
 from rayps.ps.manager.record import GroupRecord
-from rayps.ps.protocol.messages import GroupMessage, Role, SegmentOrder, refusal
+from rayps.ps.protocol.messages import GroupMessage, Role, SegmentOrder, make_refusal
 from rayps.ps.protocol.segment_map import SegmentHolders, SpaceMap
 
 HEARTBEAT_SECONDS = 0.1  # time between two heartbeats of a server
@@ -122,7 +122,7 @@ class Publisher:
 
     def welcome(self, connection: ManagerConnection) -> None:
         """Send WELCOME to a server that has registered."""
-        connection.send(Message(GroupMessage.WELCOME), _json({"heartbeat": HEARTBEAT_SECONDS}))
+        connection.send(Message(GroupMessage.WELCOME), _encode_json({"heartbeat": HEARTBEAT_SECONDS}))
 
     def forget(self, member: ServerMember, space: int) -> None:
         """Order a server to drop a closed space."""
@@ -173,7 +173,7 @@ class Publisher:
             sent.orders |= orders
             sent.dropping |= {id_: sent.tag for id_, order in orders.items() if order.role == Role.NONE}
             body = {"space": number, "holdings": list(orders.values())}
-            connection.send(Message(GroupMessage.ORDERS, tag=sent.tag), _json(body))
+            connection.send(Message(GroupMessage.ORDERS, tag=sent.tag), _encode_json(body))
 
     def _send_branches(
         self,
@@ -192,7 +192,7 @@ class Publisher:
             if parent is not None and not segment.started and not segment.lost and parent.primary == member.name:
                 by_spaces.setdefault((segment.space, parent.space), []).append([segment.index, segment.generation])
         for (space, parent_space), rows in by_spaces.items():
-            connection.send(Message(GroupMessage.BRANCH, a=space, b=parent_space), _json({"segments": rows}))
+            connection.send(Message(GroupMessage.BRANCH, a=space, b=parent_space), _encode_json({"segments": rows}))
 
     # ---- workers
 
@@ -217,7 +217,7 @@ class Publisher:
     def publish(self) -> None:
         """Send maps that changed to the workers that watch them."""
         changed, self._changed = self._changed, set()
-        payloads = {number: _json(self.maps[number].to_json()) for number in changed if number in self.maps}
+        payloads = {number: _encode_json(self.maps[number].to_json()) for number in changed if number in self.maps}
         for connection in self.connections.all if payloads else []:
             for number in connection.watching & payloads.keys():
                 connection.send(Message(GroupMessage.MAP, a=number), payloads[number])
@@ -226,10 +226,10 @@ class Publisher:
         """Send a worker the map of a space now, and each time it changes."""
         found = self.maps.get(number)
         if found is None:
-            connection.send(*_not_open(number))
+            connection.send(*_answer_not_open(number))
             return
         connection.watching.add(number)
-        connection.send(Message(GroupMessage.MAP, a=number), _json(found.to_json()))
+        connection.send(Message(GroupMessage.MAP, a=number), _encode_json(found.to_json()))
 
     def close_space(self, number: int) -> None:
         """Send the watchers of a closed space an error."""
@@ -237,11 +237,11 @@ class Publisher:
         for connection in self.connections.all:
             if number in connection.watching:
                 connection.watching.discard(number)
-                connection.send(*_not_open(number))
+                connection.send(*_answer_not_open(number))
 
 
-def _not_open(number: int) -> tuple[Message, bytes]:
-    return refusal(
+def _answer_not_open(number: int) -> tuple[Message, bytes]:
+    return make_refusal(
         0,
         NotFound(
             f"there is no open space number {number}: it was dropped, or its job has opened it again under a new number"
@@ -249,5 +249,5 @@ def _not_open(number: int) -> tuple[Message, bytes]:
     )
 
 
-def _json(value: Any) -> bytes:
+def _encode_json(value: Any) -> bytes:
     return json.dumps(value).encode()

@@ -84,7 +84,7 @@ class RecordFile:
                 raise ValueError(f"its format is {found['format']}, but this version of rayps reads format {FORMAT}")
             spaces = {int(number): self._read_space(int(number)) for number in found["seats"]}
             self._written = dict(spaces)
-            return _record(found, spaces)
+            return _read_record(found, spaces)
         except _UNREADABLE as error:
             raise ConfigError(
                 f"{path} is not the record of a server group ({type(error).__name__}: {error}): give another folder, "
@@ -98,11 +98,11 @@ class RecordFile:
             return
         for number, space in record.spaces.items():
             if self._written.get(number) is not space:
-                _replace(self._space_path(number), space.to_json())
+                _replace(self._name_space_path(number), space.to_json())
                 self._written[number] = space
-        _replace(self._folder / "record.json", _plain(record))
+        _replace(self._folder / "record.json", _write_plain(record))
         for number in self._written.keys() - record.spaces.keys():  # last: no record on disk may lack a space's file
-            self._space_path(number).unlink(missing_ok=True)
+            self._name_space_path(number).unlink(missing_ok=True)
             del self._written[number]
 
     def erase(self) -> None:
@@ -111,12 +111,12 @@ class RecordFile:
             for path in [self._folder / "record.json", *self._folder.glob("space-*.*")]:
                 path.unlink(missing_ok=True)
 
-    def _space_path(self, number: int) -> Path:
+    def _name_space_path(self, number: int) -> Path:
         assert self._folder is not None
         return self._folder / f"space-{number}.json"
 
     def _read_space(self, number: int) -> Space:
-        return Space.from_json(json.loads(self._space_path(number).read_bytes()))
+        return Space.from_json(json.loads(self._name_space_path(number).read_bytes()))
 
 
 def _replace(path: Path, found: dict[str, Any]) -> None:
@@ -127,23 +127,23 @@ def _replace(path: Path, found: dict[str, Any]) -> None:
     temporary.rename(path)
 
 
-def _values(one: ServerRecord | SegmentAssignment) -> list[Any]:
+def _list_values(one: ServerRecord | SegmentAssignment) -> list[Any]:
     """Return the values of the fields in order, not copied."""
     return [getattr(one, each.name) for each in fields(one)]
 
 
-def _plain(record: GroupRecord) -> dict[str, Any]:
+def _write_plain(record: GroupRecord) -> dict[str, Any]:
     """Return a record without its spaces as JSON-ready data: text keys, lists in place of tuples and sets."""
     segments: dict[int, list[Any]] = {number: [] for number in record.spaces}
     for segment in record.segments.values():
-        segments[segment.space].append(_values(segment))
+        segments[segment.space].append(_list_values(segment))
     return {
         "format": FORMAT,
         "secret": record.secret.hex(),
         "resizing": record.resizing,
         "range": record.range,
         "pinned": record.pinned,
-        "servers": {name: _values(server) for name, server in record.servers.items()},
+        "servers": {name: _list_values(server) for name, server in record.servers.items()},
         "seats": segments,
         "ranks": record.incarnations,
         "placed_by_load": [[*segment, name] for segment, name in record.placed_by_load.items()],
@@ -151,8 +151,8 @@ def _plain(record: GroupRecord) -> dict[str, Any]:
     }
 
 
-def _record(found: dict[str, Any], spaces: dict[int, Space]) -> GroupRecord:
-    """Return the record from the data that `_plain` returned, and its spaces."""
+def _read_record(found: dict[str, Any], spaces: dict[int, Space]) -> GroupRecord:
+    """Return the record from the data that `_write_plain` returned, and its spaces."""
     return GroupRecord(
         **{name: found[name] for name in _AS_THEY_ARE}
         | {
@@ -162,7 +162,7 @@ def _record(found: dict[str, Any], spaces: dict[int, Space]) -> GroupRecord:
             "pinned": found["pinned"],
             "servers": {name: ServerRecord(*values) for name, values in found["servers"].items()},
             "spaces": spaces,
-            "segments": {each.id: each for rows in found["seats"].values() for each in map(_segment, rows)},
+            "segments": {each.id: each for rows in found["seats"].values() for each in map(_read_segment, rows)},
             "versions": {int(space): version for space, version in found["versions"].items()},
             "incarnations": {
                 int(space): {int(rank): count for rank, count in ranks.items()}
@@ -173,7 +173,7 @@ def _record(found: dict[str, Any], spaces: dict[int, Space]) -> GroupRecord:
     )
 
 
-def _segment(values: list[Any]) -> SegmentAssignment:
+def _read_segment(values: list[Any]) -> SegmentAssignment:
     found = SegmentAssignment(*values)  # with lists, where JSON had to replace tuples and sets
     parent = None if found.parent is None else (found.parent[0], found.parent[1])
     return replace(found, copies=tuple(found.copies), synced=frozenset(found.synced), parent=parent)

@@ -104,13 +104,13 @@ class GroupScaling:
             record.wanted,
             record.replicas,
             state.launcher.room,
-            settled=record.resizing is None and self._steady(),
+            settled=record.resizing is None and self._is_steady(),
         )
         found = self._scaler.decide(rule, facts, now)
         if found is not None:
             begin_resize(state, found.servers, found.reason)
 
-    def _steady(self) -> bool:
+    def _is_steady(self) -> bool:
         """Return whether the wanted number of servers is alive, and no server starts or leaves."""
         members = self._state.members.values()
         alive = all(member.state == ServerState.ALIVE for member in members)

@@ -36,7 +36,7 @@ def of_number(state: GroupState, number: int) -> Space:
     return space
 
 
-def opened(state: GroupState, space: Space) -> Space:
+def open_space(state: GroupState, space: Space) -> Space:
     """Add a space, whose segments are not placed yet; return it with its number.
 
     Raises ConfigError if the space is not valid, and Conflict if a space of this name is open.
@@ -45,12 +45,12 @@ def opened(state: GroupState, space: Space) -> Space:
     return _add(state, replace(space, quota=quota_of(space.quota)), None)
 
 
-def branched(
+def branch_space(
     state: GroupState, parent: Space, name: str, quota: Quota | dict[str, Any] | None, changes: dict[str, Any]
 ) -> Space:
     """Add a space that begins with the values of `parent`; return it with its number. Its segments are not placed yet.
 
-    `changes`: the fields in which the space differs from its parent. Raises as `opened`.
+    `changes`: the fields in which the space differs from its parent. Raises as `open_space`.
     """
     space = replace(parent, name=name, quota=quota_of(quota), branch_of=parent.name, **changes)
     _check(space)
@@ -77,7 +77,7 @@ def move_bound(state: GroupState, number: int, bound: MovedBound) -> None:
     state.record.spaces[number] = replace(of_number(state, number), bound=bound)
 
 
-def restored(state: GroupState, number: int, segments: list[int]) -> None:
+def mark_restored(state: GroupState, number: int, segments: list[int]) -> None:
     """Record that lost segments have been loaded."""
     for index in segments:
         segment = state.segments.get((number, index))
@@ -85,7 +85,7 @@ def restored(state: GroupState, number: int, segments: list[int]) -> None:
             state.segments[segment.id] = replace(segment, lost=False)
 
 
-def joined(state: GroupState, number: int, rank: int) -> int:
+def join_rank(state: GroupState, number: int, rank: int) -> int:
     """Return the incarnation of the next process that has this rank.
 
     Raises NotFound if there is no open space with this number, and ConfigError if the space has no such rank.

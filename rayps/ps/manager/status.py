@@ -24,16 +24,16 @@ def facts_of(state: GroupState) -> dict[str, Any]:
     return {
         "name": record.name,
         "pid": os.getpid(),
-        "status": _status(state),
+        "status": _summarize(state),
         "wanted": record.wanted,
         "replicas": record.replicas,
         "since": record.born,
         "range": list(record.range) if record.range is not None else None,
         "pinned": record.pinned,
         "resizing": list(record.resizing) if record.resizing is not None else None,
-        "servers": [_server(state, member) for member in members],
-        "spaces": [_space(state, space) for space in record.spaces.values()],
-        "moves": moves(state),
+        "servers": [_describe_server(state, member) for member in members],
+        "spaces": [_describe_space(state, space) for space in record.spaces.values()],
+        "moves": list_moves(state),
         "counts": {name: record.counts.get(name, 0) for name in COUNTS},
         "events": list(state.events),
     }
@@ -45,7 +45,7 @@ def loads_of(state: GroupState) -> dict[str, dict[str, Any]]:
     return {member.name: {str(number): facts for number, facts in member.load.spaces.items()} for member in serving}
 
 
-def _status(state: GroupState) -> str:
+def _summarize(state: GroupState) -> str:
     record, segments = state.record, state.segments.values()
     serving = {name for name, member in state.members.items() if member.state in _STATES}
     first = len(state.members) + len(state.pending) == record.next_server
@@ -58,7 +58,7 @@ def _status(state: GroupState) -> str:
     return "ready" if state.settled() else "healing"
 
 
-def _server(state: GroupState, member: ServerMember) -> dict[str, Any]:
+def _describe_server(state: GroupState, member: ServerMember) -> dict[str, Any]:
     segments, record, load = state.segments.values(), member.record, member.load
     shown = _STATES.get(member.state, "dead") if member.name in state.members else "dead"
     return {
@@ -80,10 +80,10 @@ def _server(state: GroupState, member: ServerMember) -> dict[str, Any]:
     }
 
 
-def _space(state: GroupState, space: Space) -> dict[str, Any]:
+def _describe_space(state: GroupState, space: Space) -> dict[str, Any]:
     loads = [member.load for member in state.members.values() if member.state in _STATES]
     facts = [load.spaces.get(space.number, {}) for load in loads]
-    rows = [_segment(state, space, segment) for segment in state.of_space(space.number)]
+    rows = [_describe_segment(state, space, segment) for segment in state.of_space(space.number)]
     return {
         "name": space.name,
         "number": space.number,
@@ -105,7 +105,7 @@ def _space(state: GroupState, space: Space) -> dict[str, Any]:
     }
 
 
-def _segment(state: GroupState, space: Space, segment: SegmentAssignment) -> dict[str, Any]:
+def _describe_segment(state: GroupState, space: Space, segment: SegmentAssignment) -> dict[str, Any]:
     table = space.table_of(segment.index)
     member = state.members.get(str(segment.primary))
     return {
@@ -117,11 +117,11 @@ def _segment(state: GroupState, space: Space, segment: SegmentAssignment) -> dic
         "bytes": state.size(segment) if segment.started else 0,
         "rows": 0 if member is None else member.load.segments.get(segment.id, _NO_LOAD).rows,
         "operations_s": 0.0 if member is None else round(member.load.rate(*segment.id), 1),
-        "state": _state(segment, member),
+        "state": _describe_state(segment, member),
     }
 
 
-def _state(segment: SegmentAssignment, member: ServerMember | None) -> str:
+def _describe_state(segment: SegmentAssignment, member: ServerMember | None) -> str:
     if segment.lost or (segment.started and (member is None or member.state == ServerState.DEAD)):
         return "lost"
     if segment.successor is not None or not segment.ready:
@@ -129,7 +129,7 @@ def _state(segment: SegmentAssignment, member: ServerMember | None) -> str:
     return "copying" if segment.unsynced else "ready"
 
 
-def moves(state: GroupState) -> list[dict[str, Any]]:
+def list_moves(state: GroupState) -> list[dict[str, Any]]:
     """Return the copies and handovers in progress."""
     now = time.monotonic()
     return [

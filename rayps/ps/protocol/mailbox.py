@@ -122,19 +122,19 @@ class WorkerMemory:
 
         Beyond LIMIT_BYTES the bytes are in ordinary memory, which servers cannot access.
         """
-        whole = rounded(size)
+        whole = round_up(size)
         for chunk in self.chunks:
             if chunk.usable and (offset := chunk.allocate_block(whole)) >= 0:
-                return self._block(chunk, whole, offset, size)
+                return self._view_block(chunk, whole, offset, size)
         if self._bytes + whole > LIMIT_BYTES:
             return np.empty(size, np.uint8)
         chunk = _Chunk(Memory.create(max(CHUNK_BYTES, 2 * whole)), blocks=True)
         self._bytes += chunk.size
         self.chunks.append(chunk)
-        return self._block(chunk, whole, chunk.allocate_block(whole), size)
+        return self._view_block(chunk, whole, chunk.allocate_block(whole), size)
 
     @staticmethod
-    def _block(chunk: _Chunk, whole: int, offset: int, size: int) -> Bytes:
+    def _view_block(chunk: _Chunk, whole: int, offset: int, size: int) -> Bytes:
         found: Bytes = np.frombuffer(chunk.memory.view, np.uint8, size, offset)
         weakref.finalize(found, chunk.free_block, whole, offset).atexit = False
         return found
@@ -170,7 +170,7 @@ class WorkerMemory:
         self.chunks = []
 
 
-def rounded(size: int) -> int:
+def round_up(size: int) -> int:
     """Return the size of a block for `size` bytes: at most an eighth larger, so that freed blocks are used again."""
     if size <= 8 * ALIGN:
         return -(-max(size, 1) // ALIGN) * ALIGN

@@ -15,7 +15,7 @@ from rayps_client.errors import StaleGeneration
 
 from rayps.core.job.repeated_pushes import Ledger
 from rayps.core.strategy.staleness_bound import PushCount
-from rayps.ps.protocol.messages import numbers, read_numbers
+from rayps.ps.protocol.messages import pack_numbers, read_numbers
 
 
 class MemberChangeKind(enum.IntEnum):
@@ -47,7 +47,7 @@ class MemberChange:
 
     def encode(self) -> bytes:
         """Return the change as bytes."""
-        return numbers([self.kind, self.rank, self.step, *(number for push in self.earlier for number in push)])
+        return pack_numbers([self.kind, self.rank, self.step, *(number for push in self.earlier for number in push)])
 
     @classmethod
     def decode(cls, data: Any) -> MemberChange:
@@ -80,7 +80,7 @@ class MemberChange:
                 ledger.end_members(self.step)
 
 
-def left(rank: int) -> StaleGeneration:
+def explain_left(rank: int) -> StaleGeneration:
     """Return the error for a push of a worker that has left, or has not joined."""
     return StaleGeneration(
         f"worker-{rank} has left the job, or has not joined it: its pushes are not applied", peer=f"worker-{rank}"

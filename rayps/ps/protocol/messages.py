@@ -61,7 +61,7 @@ class GroupMessage(enum.IntEnum):
     # VALUE: the version is the least number of optimizer steps of the segments
     VALUE = 22  # a = version, b = this rank's lead in rounds, payload = pieces
     STALE = 23  # payload = int64: the segments that are not served in the requested generation; nothing was applied
-    ERROR = 24  # payload = JSON of an error, see `refusal`
+    ERROR = 24  # payload = JSON of an error, see `make_refusal`
     # primary -> backup, answered by COPIED in the order of sending
     STATE = 40  # a = space, b = segment, weight = generation, payload = the backup's first state (`ServedSegment.dump`)
     FORWARD = 41  # a = space, b = segment, weight = generation, payload = a change (`ServedSegment.push`) to replay
@@ -130,7 +130,7 @@ class Event(enum.StrEnum):
     ASKED = "asked"  # the server is ordered to be PRIMARY, but has no state of the segment
 
 
-def refusal(tag: int, error: Exception) -> tuple[Message, bytes]:
+def make_refusal(tag: int, error: Exception) -> tuple[Message, bytes]:
     """Return the message that answers the request `tag` with an error, and the message's payload."""
     body = {"kind": type(error).__name__, "message": str(error), "data": getattr(error, "data", {})}
     return Message(GroupMessage.ERROR, tag=tag), json.dumps(body).encode()
@@ -193,7 +193,7 @@ def unpack(payload: Any) -> list[SegmentPayload]:
 
 def pack_members(rounds: Iterable[Sequence[int]]) -> bytes:
     """Encode the members of rounds as a payload of int64: for each round their number, then their ranks."""
-    return numbers(value for members in rounds for value in (len(members), *members))
+    return pack_numbers(value for members in rounds for value in (len(members), *members))
 
 
 def unpack_members(payload: Any) -> list[tuple[int, ...]]:
@@ -205,12 +205,12 @@ def unpack_members(payload: Any) -> list[tuple[int, ...]]:
     return found
 
 
-def numbers(values: Iterable[int]) -> bytes:
+def pack_numbers(values: Iterable[int]) -> bytes:
     """Encode whole numbers as a payload of int64."""
     return np.fromiter(values, np.int64).tobytes()
 
 
 def read_numbers(payload: Any) -> list[int]:
-    """Return the numbers in a payload that `numbers` made."""
+    """Return the numbers in a payload that `pack_numbers` made."""
     found: list[int] = np.frombuffer(payload, np.int64).tolist() if len(payload) else []
     return found

@@ -18,10 +18,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rayps.comm.compress import ErrorFeedback, decoded
-from rayps.ps.protocol.rows import Area, Bytes, ShardRows, local_rows, piece
+from rayps.comm.compress import ErrorFeedback, decode
+from rayps.ps.protocol.rows import Area, Bytes, ShardRows, local_rows, take_piece
 from rayps.tensors.flat import Layout
-from rayps.tensors.packing import flat_bytes, tensor_of
+from rayps.tensors.packing import tensor_of, view_bytes
 
 _HEAD = struct.Struct("<5q")  # form, three numbers, bytes of the body
 _ALIGN = 8
@@ -51,7 +51,7 @@ class DensePiece(NamedTuple):
         return (self.offset, self.offset + self.value.numel()) if self.rows is None else self.rows
 
 
-def _piece(plain: int, form: Form, numbers: tuple[int, int, int], *body: Any) -> bytes:
+def _make_piece(plain: int, form: Form, numbers: tuple[int, int, int], *body: Any) -> bytes:
     """Return a piece with a head, padded so that its length differs from `plain`, the segment's size in bytes.
 
     A piece of that length would be read as one without a head.
@@ -63,27 +63,27 @@ def _piece(plain: int, form: Form, numbers: tuple[int, int, int], *body: Any) ->
     return b"".join([_HEAD.pack(form, *numbers, size), *body, bytes(padding)])
 
 
-def range_piece(offset: int, count: int, plain: int, value: Any = b"") -> bytes:
+def make_range_piece(offset: int, count: int, plain: int, value: Any = b"") -> bytes:
     """Return a piece that pushes `count` elements from `offset` on; `value` is their bytes.
 
     Without `value` the piece pulls these elements. `plain` is the segment's size in bytes.
     """
-    return _piece(plain, Form.RANGE, (offset, count, 0), value)
+    return _make_piece(plain, Form.RANGE, (offset, count, 0), value)
 
 
-def rows_piece(rows: ShardRows, plain: int, value: Any = b"") -> bytes:
+def make_rows_piece(rows: ShardRows, plain: int, value: Any = b"") -> bytes:
     """Return a piece that pushes `rows` by id; `value` is their bytes.
 
     Without `value` the piece pulls these rows. `plain` is the segment's size in bytes.
     """
     ids = rows.ids.numpy().astype(np.int32).tobytes()
-    return _piece(plain, Form.ROWS, (rows.entry, len(rows.ids), 0), ids, bytes(-len(ids) % _ALIGN), value)
+    return _make_piece(plain, Form.ROWS, (rows.entry, len(rows.ids), 0), ids, bytes(-len(ids) % _ALIGN), value)
 
 
-def rows_push(
+def encode_rows_push(
     rows: ShardRows, plain: int, summed: tuple[Tensor, Tensor | None], first: int, room: Callable[[int], Bytes]
 ) -> Bytes:
-    """Encode a push of rows as `rows_piece` does, in the memory that `room(size in bytes)` returns.
+    """Encode a push of rows as `make_rows_piece` does, in the memory that `room(size in bytes)` returns.
 
     `summed` is the result of `Ids.summed`; the values of `rows` are its rows from `first` on.
     """
@@ -97,11 +97,11 @@ def rows_push(
     found[_HEAD.size + 4 * count : at] = 0
     found[at + size :] = 0
     if count:
-        piece(summed, first, first + count, tensor_of(found[at : at + size].data, values.dtype))
+        take_piece(summed, first, first + count, tensor_of(found[at : at + size].data, values.dtype))
     return found
 
 
-def coded_piece(memory: ErrorFeedback, value: Tensor, lo: int, offset: int, weight: float, plain: int) -> bytes:
+def make_coded_piece(memory: ErrorFeedback, value: Tensor, lo: int, offset: int, weight: float, plain: int) -> bytes:
     """Return a piece that pushes the elements `value` in compressed form.
 
     `value` begins at element `lo` of the whole vector, which is element `offset` of the segment. `memory` adds the
@@ -113,21 +113,21 @@ def coded_piece(memory: ErrorFeedback, value: Tensor, lo: int, offset: int, weig
         data = memory.encode(value.to(memory.residual.device), lo)
     else:
         data = memory.codec.encode(torch.zeros(n, dtype=memory.residual.dtype))
-    return _piece(plain, Form.CODED, (offset, n, memory.codec.code), flat_bytes(data.cpu()).data)
+    return _make_piece(plain, Form.CODED, (offset, n, memory.codec.code), view_bytes(data.cpu()).data)
 
 
-def area_piece(value: Tensor, area: Area, size: int) -> bytes:
+def encode_area_piece(value: Tensor, area: Area, size: int) -> bytes:
     """Encode a push that the primary has applied, for its backups; `Extent.read_push` decodes it.
 
     `value` has all `size` elements of the segment, or the rows of `area`. Only the elements in `area` are encoded.
     """
     plain = size * value.element_size()
     if isinstance(area, ShardRows):
-        return rows_piece(area, plain, flat_bytes(value.contiguous()).data)
+        return make_rows_piece(area, plain, view_bytes(value.contiguous()).data)
     lo, hi = area
     if hi - lo == size:
-        return flat_bytes(value.contiguous()).tobytes()
-    return range_piece(lo, hi - lo, plain, flat_bytes(value[lo:hi].contiguous()).data) if lo < hi else b""
+        return view_bytes(value.contiguous()).tobytes()
+    return make_range_piece(lo, hi - lo, plain, view_bytes(value[lo:hi].contiguous()).data) if lo < hi else b""
 
 
 class KnownRows:
@@ -143,7 +143,7 @@ class KnownRows:
 
     def find(self, entry: int, ids: NDArray[np.int32]) -> ShardRows | None:
         """Return the rows with these ids of the parameter number `entry`, or None if the list is not known."""
-        key = self._key(entry, ids)
+        key = self._make_key(entry, ids)
         found = self._known.get(key)
         if found is None or not np.array_equal(found[0], ids):
             return None
@@ -152,7 +152,7 @@ class KnownRows:
 
     def add(self, entry: int, ids: NDArray[np.int32], rows: ShardRows) -> None:
         """Add a list that was checked; drop the least recently used lists beyond the limits."""
-        key = self._key(entry, ids)
+        key = self._make_key(entry, ids)
         self._forget(key)
         self._known[key] = ids.copy(), rows
         self._ids += len(ids)
@@ -164,7 +164,7 @@ class KnownRows:
             self._ids -= len(self._known.pop(key)[0])
 
     @staticmethod
-    def _key(entry: int, ids: NDArray[np.int32]) -> tuple[int, ...]:
+    def _make_key(entry: int, ids: NDArray[np.int32]) -> tuple[int, ...]:
         count = len(ids)
         return (entry, count, *(int(ids[at]) for at in (0, count // 2, count - 1))) if count else (entry, 0)
 
@@ -191,12 +191,12 @@ class Extent(NamedTuple):
             return DensePiece(tensor_of(data, dtype))
         form, a, b, c, body = self._read(data)
         if form is Form.ROWS:
-            rows, at = self._rows(a, b, body, known)
-            return DensePiece(_elements(body[at:], rows.elements, dtype), rows=rows)
+            rows, at = self._read_rows(a, b, body, known)
+            return DensePiece(_read_elements(body[at:], rows.elements, dtype), rows=rows)
         self._must_fit(a, b)
         if form is Form.RANGE:
-            return DensePiece(_elements(body, b, dtype), a)
-        return DensePiece(decoded(c, tensor_of(body, torch.uint8), b, dtype), a)
+            return DensePiece(_read_elements(body, b, dtype), a)
+        return DensePiece(decode(c, tensor_of(body, torch.uint8), b, dtype), a)
 
     def read_pull(self, data: memoryview, known: KnownRows | None = None) -> Area:
         """Return the elements or rows that the piece of a pull asks for; `known` as in `read_push`.
@@ -207,7 +207,7 @@ class Extent(NamedTuple):
             return 0, self.hi - self.lo
         form, a, b, _, body = self._read(data)
         if form is Form.ROWS:
-            return self._rows(a, b, body, known)[0]
+            return self._read_rows(a, b, body, known)[0]
         self._must_fit(a, b)
         return a, a + b
 
@@ -221,7 +221,9 @@ class Extent(NamedTuple):
             "long as the segment, or begin with a valid head"
         )
 
-    def _rows(self, entry: int, count: int, body: memoryview, known: KnownRows | None = None) -> tuple[ShardRows, int]:
+    def _read_rows(
+        self, entry: int, count: int, body: memoryview, known: KnownRows | None = None
+    ) -> tuple[ShardRows, int]:
         size = 4 * count
         if count < 0 or size > len(body):
             raise ValueError(f"a piece names {count} row ids, which do not fit into its {len(body)} bytes")
@@ -241,7 +243,7 @@ class Extent(NamedTuple):
             )
 
 
-def _elements(body: memoryview, count: int, dtype: torch.dtype) -> Tensor:
+def _read_elements(body: memoryview, count: int, dtype: torch.dtype) -> Tensor:
     if len(body) != count * dtype.itemsize:
         raise ValueError(f"a piece has {len(body)} bytes of values, where {count} elements of {dtype} were expected")
     return tensor_of(body, dtype)

@@ -19,7 +19,7 @@ from rayps_client.values import Buffer
 from torch import Tensor, nn
 
 from rayps.core.job.user_code import user_code
-from rayps.core.partition import slices
+from rayps.core.partition import cut_slices
 from rayps.tensors.flat import Layout
 from rayps.tensors.optim import SlicedOptimizer
 
@@ -75,14 +75,14 @@ def table_of(layout: Layout, name: str | None = None) -> TableInVector:
     return TableInVector(name, tables[name], entry.lo, entry.shape[0], (entry.hi - entry.lo) // entry.shape[0])
 
 
-def cuts(layout: Layout, shards: int, most: float = 1 / 16) -> list[tuple[int, int]]:
+def cut_shards(layout: Layout, shards: int, most: float = 1 / 16) -> list[tuple[int, int]]:
     """Return the elements [lo, hi) of each shard: equal parts, with bounds moved back to the beginning of a row.
 
     A bound within a row that is larger than the fraction `most` of a shard's part is not moved. The rows of that table
     can then not be pushed or pulled by id. Raises ConfigError if `shards` is below 1.
     """
     widest = int(layout.size // shards * most)
-    bounds = [_row_begin(layout, cut.stop, widest) for cut in slices(layout.size, shards)]
+    bounds = [_find_row_begin(layout, cut.stop, widest) for cut in cut_slices(layout.size, shards)]
     return list(zip([0, *bounds[:-1]], bounds, strict=True))
 
 
@@ -104,10 +104,10 @@ def cut(layout: Layout, segments: int | None = None) -> tuple[tuple[int, int], .
             f"segments is {segments!r}: give a number from 1 to {layout.size}, the parameters' number of elements",
             field="segments",
         )
-    return tuple(cuts(layout, segments, 1 / 2))  # a server has many segments, so they need not be of equal size
+    return tuple(cut_shards(layout, segments, 1 / 2))  # a server has many segments, so they need not be of equal size
 
 
-def _row_begin(layout: Layout, bound: int, widest: int) -> int:
+def _find_row_begin(layout: Layout, bound: int, widest: int) -> int:
     for entry in layout.entries:
         if entry.lo < bound < entry.hi and len(entry.shape) >= 2:
             width = table_of(layout, entry.name).width
@@ -160,7 +160,8 @@ class Ids:
     def summed(self, rows: Tensor) -> tuple[Tensor, Tensor | None]:
         """Sum rows [len(given), width] by id; return the sums, and the permutation that sorts them by id.
 
-        The permutation is None if the sums are sorted already. The function `piece` returns a range of this result.
+        The permutation is None if the sums are sorted already. The function `take_piece` returns a range of this
+        result.
         """
         rows = rows.contiguous()
         if not self._repeated:
@@ -176,7 +177,7 @@ class Ids:
         if self._order is None:
             return rows
         spread = torch.empty(len(self.given), rows.shape[1], dtype=rows.dtype) if out is None else out
-        np.take(_cells(rows), self._places.numpy(), out=_cells(spread), mode="clip")
+        np.take(_view_cells(rows), self._places.numpy(), out=_view_cells(spread), mode="clip")
         return spread
 
     def cut(self, ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -210,8 +211,8 @@ class ShardRows:
     def of(self, vector: Tensor) -> Tensor:
         """Return these rows of the shard's vector, as a new tensor [len(ids), width]."""
         if not vector.is_cpu:
-            return self._table(vector)[self.ids.to(vector.device)]
-        return _taken(self._table(vector), self.ids)
+            return self._view_table(vector)[self.ids.to(vector.device)]
+        return _take(self._view_table(vector), self.ids)
 
     def copy(self, vector: Bytes, into: Bytes) -> None:
         """Copy these rows of the shard's vector to `into`; both are arrays of bytes."""
@@ -228,11 +229,13 @@ class ShardRows:
     def put(self, vector: Tensor, rows: Tensor) -> None:
         """Replace these rows of the shard's vector by `rows`."""
         if not vector.is_cpu:
-            self._table(vector)[self.ids.to(vector.device)] = rows.view(-1, self.width)
+            self._view_table(vector)[self.ids.to(vector.device)] = rows.view(-1, self.width)
         elif len(self.ids):
-            _cells(self._table(vector))[self.ids.numpy()] = _cells(rows.contiguous().view(-1, self.width))
+            _view_cells(self._view_table(vector))[self.ids.numpy()] = _view_cells(
+                rows.contiguous().view(-1, self.width)
+            )
 
-    def _table(self, vector: Tensor) -> Tensor:
+    def _view_table(self, vector: Tensor) -> Tensor:
         whole = (vector.numel() - self.start) // self.width
         return vector[self.start : self.start + whole * self.width].view(whole, self.width)
 
@@ -241,14 +244,14 @@ class ShardRows:
         return ShardRows(self.entry, 0, self.width, torch.searchsorted(wider.ids, self.ids))
 
 
-def _cells(rows: Tensor) -> Any:
+def _view_cells(rows: Tensor) -> Any:
     """Return rows [n, width] as n cells of bytes in the same memory, which numpy copies faster than torch."""
     if not rows.numel():
         return np.empty(0, np.dtype((np.void, 1)))
     return rows.view(-1).view(torch.uint8).numpy().view(np.dtype((np.void, rows.shape[1] * rows.element_size())))
 
 
-def piece(rows: tuple[Tensor, Tensor | None], first: int, last: int, out: Tensor | None = None) -> Tensor:
+def take_piece(rows: tuple[Tensor, Tensor | None], first: int, last: int, out: Tensor | None = None) -> Tensor:
     """Return the rows `first` to `last` of `rows`, a result of `Ids.summed`: flat, sorted by id, in `out` if given."""
     values, order = rows
     count = (last - first) * values.shape[1]
@@ -256,21 +259,23 @@ def piece(rows: tuple[Tensor, Tensor | None], first: int, last: int, out: Tensor
         part = values[first:last].view(-1)
         return part if out is None else out[:count].copy_(part)
     found = torch.empty(count, dtype=values.dtype) if out is None else out[:count]
-    np.take(_cells(values), order[first:last].numpy(), out=_cells(found.view(-1, values.shape[1])), mode="clip")
+    np.take(
+        _view_cells(values), order[first:last].numpy(), out=_view_cells(found.view(-1, values.shape[1])), mode="clip"
+    )
     return found
 
 
-def _taken(rows: Tensor, places: Tensor) -> Tensor:
+def _take(rows: Tensor, places: Tensor) -> Tensor:
     found = torch.empty(len(places), rows.shape[1], dtype=rows.dtype)
     if len(places):
-        np.take(_cells(rows), places.numpy(), out=_cells(found), mode="clip")
+        np.take(_view_cells(rows), places.numpy(), out=_view_cells(found), mode="clip")
     return found
 
 
 Area = tuple[int, int] | ShardRows  # the elements of a shard that a push changes: [a, b), or rows
 
 
-def gathered(pushes: Sequence[tuple[Tensor, Area]], size: int) -> tuple[list[Tensor], Area]:
+def gather(pushes: Sequence[tuple[Tensor, Area]], size: int) -> tuple[list[Tensor], Area]:
     """Extend the pushes of one round with zeros, so that all have the same area; return the values and this area.
 
     `pushes` are values, each with the area that it changes. If all are rows of one table, the area of the result is the
@@ -283,9 +288,9 @@ def gathered(pushes: Sequence[tuple[Tensor, Area]], size: int) -> tuple[list[Ten
         hull = (min(a for a, _ in spans), max(b for _, b in spans)) if spans else (0, 0 if pushes else size)
         return [value for value, _ in pushes], hull
     if not spans and all(rows.entry == several[0].entry for rows in several):
-        wide = union(several)
+        wide = unite_rows(several)
         return [_spread(value, area, wide) for value, area in pushes], wide
-    return [_dense(value, area, size) for value, area in pushes], (0, size)
+    return [_make_dense(value, area, size) for value, area in pushes], (0, size)
 
 
 def _spread(value: Tensor, area: Area, wide: ShardRows) -> Tensor:
@@ -297,7 +302,7 @@ def _spread(value: Tensor, area: Area, wide: ShardRows) -> Tensor:
     return found
 
 
-def _dense(value: Tensor, area: Area, size: int) -> Tensor:
+def _make_dense(value: Tensor, area: Area, size: int) -> Tensor:
     if not isinstance(area, ShardRows):
         return value
     found = torch.zeros(size, dtype=value.dtype)
@@ -305,7 +310,7 @@ def _dense(value: Tensor, area: Area, size: int) -> Tensor:
     return found
 
 
-def union(several: Sequence[ShardRows]) -> ShardRows:
+def unite_rows(several: Sequence[ShardRows]) -> ShardRows:
     """Return the rows that at least one of `several` contains; all must be of one table."""
     first = several[0]
     ids = first.ids
@@ -314,13 +319,13 @@ def union(several: Sequence[ShardRows]) -> ShardRows:
     return ShardRows(first.entry, first.start, first.width, ids)
 
 
-def rows_here(layout: Layout, lo: int, hi: int, entry: int, ids: Tensor) -> ShardRows:
+def find_rows_here(layout: Layout, lo: int, hi: int, entry: int, ids: Tensor) -> ShardRows:
     """Return the rows with these ids of a table, as rows of the shard that holds the elements lo to hi.
 
     `entry` is the table's number in the layout; ids count from the first row of the whole table. Raises as
     `local_rows`.
     """
-    return local_rows(layout, lo, hi, entry, ids - _table_at(layout, entry).part(lo, hi)[0])
+    return local_rows(layout, lo, hi, entry, ids - _find_table(layout, entry).part(lo, hi)[0])
 
 
 def local_rows(layout: Layout, lo: int, hi: int, entry: int, ids: Tensor) -> ShardRows:
@@ -331,7 +336,7 @@ def local_rows(layout: Layout, lo: int, hi: int, entry: int, ids: Tensor) -> Sha
     Raises:
         ValueError: the layout has no such table, or the ids are not sorted, not unique, or not all on this shard.
     """
-    table = _table_at(layout, entry)
+    table = _find_table(layout, entry)
     first, last = table.part(lo, hi)
     inside = len(ids) == 0 or 0 <= int(ids[0]) <= int(ids[-1]) < last - first
     if not inside or not bool((ids[1:] > ids[:-1]).all()):
@@ -341,7 +346,7 @@ def local_rows(layout: Layout, lo: int, hi: int, entry: int, ids: Tensor) -> Sha
     return ShardRows(entry, table.lo + first * table.width - lo, table.width, ids)
 
 
-def _table_at(layout: Layout, entry: int) -> TableInVector:
+def _find_table(layout: Layout, entry: int) -> TableInVector:
     if not 0 <= entry < len(layout.entries):
         raise ValueError(f"there is no parameter number {entry}: the layout has {len(layout.entries)}, numbered from 0")
     return table_of(layout, layout.entries[entry].name)
@@ -388,7 +393,7 @@ class IdLists:
         ids, number = Ids(given, wanted), self._next
         cuts = ids.cut(self._ranges)
         parts = [
-            (i, rows_here(self._layout, lo, hi, wanted.entry, ids.unique[first:last]))
+            (i, find_rows_here(self._layout, lo, hi, wanted.entry, ids.unique[first:last]))
             for i, ((lo, hi), (first, last)) in enumerate(zip(self._ranges, cuts, strict=True))
             if first < last
         ]
@@ -419,7 +424,7 @@ def step_rows(
     few = nn.Parameter(local.of(values))
     few.grad = grad.view_as(few) if scale == 1.0 else grad.view_as(few) * scale
     state = optimizer.state.get(leaf, {})
-    optimizer.state[few] = {key: local.of(v) if _per_element(v, leaf) else v for key, v in state.items()}
+    optimizer.state[few] = {key: local.of(v) if _is_per_element(v, leaf) else v for key, v in state.items()}
     whole = [group["params"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["params"] = [few] if any(p is leaf for p in group["params"]) else []
@@ -432,8 +437,8 @@ def step_rows(
         moved = optimizer.state.pop(few)
     local.put(values, few.detach())
     for key, value in moved.items():
-        if _per_element(value, few):
-            if not _per_element(state.get(key), leaf):
+        if _is_per_element(value, few):
+            if not _is_per_element(state.get(key), leaf):
                 state[key] = torch.zeros_like(values)
             local.put(state[key], value)
         else:
@@ -441,5 +446,5 @@ def step_rows(
     optimizer.state[leaf] = state
 
 
-def _per_element(value: object, leaf: Tensor) -> TypeGuard[Tensor]:
+def _is_per_element(value: object, leaf: Tensor) -> TypeGuard[Tensor]:
     return isinstance(value, Tensor) and value.dim() > 0 and value.numel() == leaf.numel()

@@ -165,7 +165,7 @@ class StaticSubscription:
 _ALL = "rayps-servers"
 
 
-def address_key(group: str) -> str:
+def make_address_key(group: str) -> str:
     """Return the key under which the address of the group's manager is stored."""
     return f"{_ALL}/{group}"
 
@@ -175,7 +175,7 @@ def manager_actor(group: str) -> str:
     return f"{_ALL}-{group}"
 
 
-def group_names(values: KeyValues) -> list[str]:
+def list_groups(values: KeyValues) -> list[str]:
     """Return the names of all registered groups. A group exists only if the actor `manager_actor(name)` exists too."""
     found = values.get(_ALL)
     names: list[str] = json.loads(found) if found else []
@@ -184,11 +184,11 @@ def group_names(values: KeyValues) -> list[str]:
 
 def register_group(values: KeyValues, group: str, address: str) -> None:
     """Store the group's name, and the address of its manager."""
-    values.put(_ALL, json.dumps(sorted({*group_names(values), group})).encode())
-    values.put(address_key(group), address.encode())
+    values.put(_ALL, json.dumps(sorted({*list_groups(values), group})).encode())
+    values.put(make_address_key(group), address.encode())
 
 
 def unregister_group(values: KeyValues, group: str) -> None:
     """Remove the group's name, and its manager's address."""
-    values.put(_ALL, json.dumps(sorted({*group_names(values)} - {group})).encode())
-    values.delete(address_key(group))
+    values.put(_ALL, json.dumps(sorted({*list_groups(values)} - {group})).encode())
+    values.delete(make_address_key(group))

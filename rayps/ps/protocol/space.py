@@ -156,7 +156,7 @@ class Space:
             "name": self.name,
             "number": self.number,
             "workers": self.workers,
-            "strategy": _strategy_json(self.strategy),
+            "strategy": _write_strategy(self.strategy),
             "layout": None
             if layout is None
             else {
@@ -165,7 +165,9 @@ class Space:
             },
             "cuts": self.cuts,
             "factory": base64.b64encode(self.factory).decode("ascii"),
-            "tables": [{name: _plain(value, table) for name, value in asdict(table).items()} for table in self.tables],
+            "tables": [
+                {name: _write_plain(value, table) for name, value in asdict(table).items()} for table in self.tables
+            ],
             "quota": asdict(self.quota),
             "branch_of": self.branch_of,
             "ticks": [*self.ticks.origin, self.ticks.steps],
@@ -186,8 +188,8 @@ class Space:
             found["name"],
             found["number"],
             found["workers"],
-            _strategy(found["strategy"]),
-            None if layout is None else _layout(layout),
+            _read_strategy(found["strategy"]),
+            None if layout is None else _read_layout(layout),
             tuple((lo, hi) for lo, hi in found["cuts"]),
             base64.b64decode(found["factory"], validate=True),
             tuple(SparseTable(**table) for table in found["tables"]),
@@ -198,21 +200,21 @@ class Space:
         )
 
 
-def _layout(found: dict[str, Any]) -> Layout:
+def _read_layout(found: dict[str, Any]) -> Layout:
     dtype = getattr(torch, found["dtype"], None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"the dtype {found['dtype']!r} of a layout is not a dtype of torch")
     return Layout(tuple(Entry(name, lo, hi, tuple(shape)) for name, lo, hi, shape in found["entries"]), dtype)
 
 
-def _strategy_json(given: ServerHalf) -> dict[str, Any]:
+def _write_strategy(given: ServerHalf) -> dict[str, Any]:
     half = given.server_half
     if isinstance(half, PlainServers):
         return half.to_wire()
     return {"pickle": base64.b64encode(pickle.dumps(given)).decode("ascii")}
 
 
-def _strategy(found: dict[str, Any]) -> ServerHalf:
+def _read_strategy(found: dict[str, Any]) -> ServerHalf:
     if "pickle" not in found:
         return PlainServers.from_wire(found)
     strategy = pickle.loads(base64.b64decode(found["pickle"], validate=True))
@@ -221,18 +223,18 @@ def _strategy(found: dict[str, Any]) -> ServerHalf:
     return strategy
 
 
-def _plain(value: Any, table: SparseTable) -> Any:
+def _write_plain(value: Any, table: SparseTable) -> Any:
     """Return an option as data that JSON can encode and decode without a change: text keys, lists, Python's numbers."""
     if value is None or isinstance(value, (str, bool, int, float)):
         return value
     if isinstance(value, dict):
-        return {str(key): _plain(each, table) for key, each in value.items()}
+        return {str(key): _write_plain(each, table) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(each, table) for each in value]
+        return [_write_plain(each, table) for each in value]
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if callable(getattr(value, "item", None)):  # a number of numpy or torch
-        return _plain(value.item(), table)
+        return _write_plain(value.item(), table)
     raise ConfigError(
         f"table {table.name!r} has the option {value!r} of type {type(value).__name__}: give numbers, text, lists and "
         "dicts only",

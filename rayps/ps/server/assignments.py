@@ -191,7 +191,7 @@ class Assignments:
         assigned_space = self.add_space(space)
         assigned_space.static = True
         found = AssignedSegment(
-            assigned_space, index, Role.PRIMARY, generation, segment, state_generation=generation, since=_now()
+            assigned_space, index, Role.PRIMARY, generation, segment, state_generation=generation, since=_read_clock()
         )
         assigned_space.by_index[index] = found
         return found
@@ -213,9 +213,9 @@ class Assignments:
                 continue  # the order is of an earlier generation
             match order.role:
                 case Role.PRIMARY:
-                    self._primary(assigned_space, assigned, order)
+                    self._assign_primary(assigned_space, assigned, order)
                 case Role.LEAVING:
-                    self._leaving(assigned, order)
+                    self._assign_leaving(assigned, order)
                 case Role.COPY:
                     self._copy(assigned_space, assigned, order)
                 case Role.NONE:
@@ -238,7 +238,7 @@ class Assignments:
             return True
         segment = base.segment.branch(assigned_space.space, factory=assigned_space.given_factory)
         assigned_space.by_index[index] = AssignedSegment(
-            assigned_space, index, Role.PRIMARY, generation, segment, state_generation=generation, since=_now()
+            assigned_space, index, Role.PRIMARY, generation, segment, state_generation=generation, since=_read_clock()
         )
         self._actions.report(SegmentReport(assigned_space.number, Event.READY, index, generation))
         return True
@@ -264,7 +264,9 @@ class Assignments:
 
     # ---- roles
 
-    def _primary(self, assigned_space: AssignedSpace, assigned: AssignedSegment | None, order: SegmentOrder) -> None:
+    def _assign_primary(
+        self, assigned_space: AssignedSpace, assigned: AssignedSegment | None, order: SegmentOrder
+    ) -> None:
         anew = assigned is None or assigned.generation < order.generation or assigned.role != Role.PRIMARY
         if assigned is None and (order.segment, order.generation) in assigned_space.unplaced_branches:
             return
@@ -288,19 +290,19 @@ class Assignments:
             if assigned.serves:  # the parked requests named an older generation
                 self._actions.stop_serving(assigned)
             elif assigned.role == Role.COPY:
-                getattr(assigned.segment, "promoted", _nothing)()
+                getattr(assigned.segment, "promoted", _do_nothing)()
             assigned.role, assigned.generation, assigned.handed = Role.PRIMARY, order.generation, False
             assigned.source = None
         if anew:
-            assigned.since = _now()
+            assigned.since = _read_clock()
             self._actions.report(SegmentReport(assigned_space.number, Event.READY, order.segment, order.generation))
         self._actions.set_backups(assigned, order.copies, anew=anew)
 
-    def _leaving(self, assigned: AssignedSegment | None, order: SegmentOrder) -> None:
+    def _assign_leaving(self, assigned: AssignedSegment | None, order: SegmentOrder) -> None:
         if assigned is None or assigned.segment is None or assigned.role == Role.COPY:
             return  # this server has nothing to hand over
         if assigned.role != Role.LEAVING:
-            assigned.role, assigned.handed, assigned.since = Role.LEAVING, False, _now()
+            assigned.role, assigned.handed, assigned.since = Role.LEAVING, False, _read_clock()
             self._actions.stop_serving(assigned)
         assigned.generation = order.generation
         self._actions.set_backups(assigned, order.copies, anew=False)
@@ -308,7 +310,7 @@ class Assignments:
     def _copy(self, assigned_space: AssignedSpace, assigned: AssignedSegment | None, order: SegmentOrder) -> None:
         if assigned is None:
             assigned_space.by_index[order.segment] = AssignedSegment(
-                assigned_space, order.segment, Role.COPY, order.generation, since=_now()
+                assigned_space, order.segment, Role.COPY, order.generation, since=_read_clock()
             )
             return
         if assigned.role != Role.COPY:
@@ -316,19 +318,19 @@ class Assignments:
             self._actions.withdraw_answers(assigned)
             if not assigned.usable:
                 assigned.segment = None
-            assigned.role, assigned.since = Role.COPY, _now()
+            assigned.role, assigned.since = Role.COPY, _read_clock()
         assigned.generation = order.generation
 
     def _end(self, assigned: AssignedSegment) -> None:
         self._actions.stop_serving(assigned)
         self._actions.withdraw_answers(assigned)
-        getattr(assigned.segment, "close", _nothing)()
+        getattr(assigned.segment, "close", _do_nothing)()
         del assigned.space.by_index[assigned.index]
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     """Do nothing. Called in place of an optional method that a segment does not have."""
 
 
-def _now() -> float:
+def _read_clock() -> float:
     return time.monotonic()

@@ -56,7 +56,7 @@ class PeerRequest:
     parked: float = 0.0  # the `time.monotonic` at which it was parked
 
 
-def fenced(peer: ServerPeer) -> StaleGeneration:
+def explain_fenced(peer: ServerPeer) -> StaleGeneration:
     """Return the error for a request on a connection whose rank now belongs to a newer worker process."""
     return StaleGeneration(
         f"{peer.link.peer} does not hold its rank any more: a newer worker has joined with this rank",

@@ -23,7 +23,7 @@ from typing import Protocol
 from rayps_client.errors import PeerTimeout
 
 from rayps.core.job.repeated_pushes import Ledger
-from rayps.ps.protocol.messages import GroupMessage, SegmentPayload, numbers, pack, read_numbers
+from rayps.ps.protocol.messages import GroupMessage, SegmentPayload, pack, pack_numbers, read_numbers
 from rayps.ps.server.assignments import AssignedSegment, AssignedSpace
 from rayps.ps.server.connection import PeerRequest, ServerPeer
 from rayps.ps.server.dense_segment import DenseSegment
@@ -208,7 +208,7 @@ class ConsistentReaders:
         """Refuse requests that have waited too long, and end a hold that has lasted too long."""
         for request in [waiting for waiting in self._waiting if waiting.deadline < now]:
             self._waiting.remove(request)
-            self._replies.fail(self._assigned_space, request, self._too_late(request))
+            self._replies.fail(self._assigned_space, request, self._explain_too_late(request))
         add_request = self._hold
         if add_request is not None and add_request.deadline < now:
             aimed, missing = add_request.aimed, add_request.missing()
@@ -216,7 +216,7 @@ class ConsistentReaders:
             if aimed is not None:
                 self._replies.fail(self._assigned_space, aimed, self._cut_off(aimed, missing))
 
-    def _segment(self, index: int) -> DenseSegment:
+    def _find_segment(self, index: int) -> DenseSegment:
         segment = self._assigned_space.by_index[index].segment
         if not isinstance(segment, DenseSegment):
             raise ValueError(
@@ -234,7 +234,7 @@ class ConsistentReaders:
             add_request = self._hold
             if request not in self._waiting or (add_request is not None and add_request.reader is not request.peer):
                 continue
-            segments = {piece.segment: self._segment(piece.segment) for piece in request.pieces}
+            segments = {piece.segment: self._find_segment(piece.segment) for piece in request.pieces}
             if add_request is None:
                 if request.a and not all(
                     segment.may_pull(request.peer.rank, request.a - 1) for segment in segments.values()
@@ -244,7 +244,7 @@ class ConsistentReaders:
             self._waiting.remove(request)
             add_request.cuts |= {index: ConsistentCut(segment.ledger) for index, segment in segments.items()}
             pieces = [
-                SegmentPayload(p.segment, p.generation, numbers(add_request.cuts[p.segment].reached()))
+                SegmentPayload(p.segment, p.generation, pack_numbers(add_request.cuts[p.segment].reached()))
                 for p in request.pieces
             ]
             touched = [self._assigned_space.by_index[index] for index in segments]
@@ -261,8 +261,8 @@ class ConsistentReaders:
         for push in waiting:
             self._replies.serve_delayed(self._assigned_space, push)
 
-    def _too_late(self, request: PeerRequest) -> PeerTimeout:
-        behind = sorted({rank for p in request.pieces for rank in self._segment(p.segment).laggards()})
+    def _explain_too_late(self, request: PeerRequest) -> PeerTimeout:
+        behind = sorted({rank for p in request.pieces for rank in self._find_segment(p.segment).laggards()})
         names = ", ".join(f"rank {rank}" for rank in behind)
         return PeerTimeout(
             f"{request.peer.link.peer} could not read space {self._assigned_space.space.name!r} consistently in time, "

@@ -30,15 +30,15 @@ from rayps.core.strategy.strategy import ServerHalf
 from rayps.core.strategy.topology import Servers, servers_of
 from rayps.core.time.member_times import MemberTimes
 from rayps.ps.protocol.mailbox import STEPS, SharedSlice
-from rayps.ps.protocol.members import MemberChange, MemberChangeKind, left
-from rayps.ps.protocol.pieces import DensePiece, Extent, KnownRows, area_piece
-from rayps.ps.protocol.rows import KEPT_LISTS, Area, ShardRows, gathered, step_rows
+from rayps.ps.protocol.members import MemberChange, MemberChangeKind, explain_left
+from rayps.ps.protocol.pieces import DensePiece, Extent, KnownRows, encode_area_piece
+from rayps.ps.protocol.rows import KEPT_LISTS, Area, ShardRows, gather, step_rows
 from rayps.ps.protocol.space import Space
 from rayps.tensors.flat import Layout
-from rayps.tensors.learning_rate import Ticks, pace_of, skips_ticks, within
-from rayps.tensors.optim import Factory, Moments, SlicedOptimizer, fitting
+from rayps.tensors.learning_rate import Ticks, change_factory, pace_of, skips_ticks
+from rayps.tensors.optim import Factory, Moments, SlicedOptimizer, select_fitting
 from rayps.tensors.optim import cut as cut_moments
-from rayps.tensors.packing import flat_bytes, full_moments, pack_state, plain_moments, tensor_of, unpack_state
+from rayps.tensors.packing import pack_moments, pack_state, tensor_of, unpack_moments, unpack_state, view_bytes
 from rayps.tensors.snapshot import RetainedParts
 
 NEVER = Boundary(0, -1)
@@ -87,7 +87,7 @@ PUSHED, MEAN, VALUES = 1, 2, 3
 MEMBERS = 4  # kind of a change of the ranks that take part
 
 
-def changes_by(strategy: ServerHalf) -> int:
+def find_kind_of_change(strategy: ServerHalf) -> int:
     """Return what a change is under this strategy: PUSHED (a push), or a closed round as its MEAN or all its VALUES."""
     servers = servers_of(strategy)
     if servers is None or servers.update.listens:
@@ -113,7 +113,7 @@ class ChangeLog:
 
     def __init__(self, strategy: ServerHalf, size: int) -> None:
         """`size` is the shard's number of elements."""
-        self.kind = changes_by(strategy)
+        self.kind = find_kind_of_change(strategy)
         self.seq = 0
         self.recording = False
         self._size = size
@@ -127,12 +127,12 @@ class ChangeLog:
     def stepped(self, grad: Tensor, area: Area) -> None:
         """If changes are means, record the gradient of an optimizer step, which is the round's mean."""
         if self.kind == MEAN:
-            self._mean = area_piece(grad, area, self._size)
+            self._mean = encode_area_piece(grad, area, self._size)
 
     def gathered(self, finished: int, pushes: Sequence[tuple[int, OpenPush]]) -> None:
         """If changes have all pushes, record the pushes of a round, as pairs (rank, push)."""
         if self.kind == VALUES:
-            values = [area_piece(push.value, push.area, self._size) for _, push in pushes]
+            values = [encode_area_piece(push.value, push.area, self._size) for _, push in pushes]
             heads = [
                 ONE.pack(rank, len(value), push.weight) for (rank, push), value in zip(pushes, values, strict=True)
             ]
@@ -183,7 +183,7 @@ class SegmentOptimizer:
 
     def step(self, grad: Tensor, scale: float = 1.0, decays: float | None = None) -> None:
         """Apply `scale` times a gradient of the area; see `SlicedOptimizer.step`."""
-        area, grad = self.area, self._given(grad)
+        area, grad = self.area, self._move_gradient(grad)
         self._words[STEPS] += (
             1  # odd during the step: a worker that reads the memory during the step must read it again
         )
@@ -202,7 +202,7 @@ class SegmentOptimizer:
         """Return the weighted mean of gradients of the area, sum(w_i v_i) / sum(w_i), valid until the next call."""
         return self._sliced.mean(values, weights) if self.area == self.whole else weighted_mean([*values], [*weights])
 
-    def _given(self, grad: Tensor) -> Tensor:
+    def _move_gradient(self, grad: Tensor) -> Tensor:
         """Return a gradient where the parameters are."""
         return grad
 
@@ -211,18 +211,18 @@ class SegmentOptimizer:
 
     def _step_range(self, grad: Tensor, a: int, b: int, decays: float) -> None:
         # an elementwise optimizer may step all elements, if those outside the range are restored afterwards
-        params, states = self.params.clone(), {id(t): t.clone() for _, t in self._elementwise()}
+        params, states = self.params.clone(), {id(t): t.clone() for _, t in self._list_elementwise()}
         self._sliced.step(grad, decays=decays)
         params[a:b] = self.params[a:b]
         self.params.copy_(params)
-        for cut, t in self._elementwise():
+        for cut, t in self._list_elementwise():
             old = states.get(id(t), torch.zeros_like(t))
             lo, hi = max(a, cut.start) - cut.start, min(b, cut.stop) - cut.start
             if lo < hi:
                 old[lo:hi] = t[lo:hi]
             t.copy_(old)
 
-    def _elementwise(self) -> list[tuple[slice, Tensor]]:
+    def _list_elementwise(self) -> list[tuple[slice, Tensor]]:
         """Return the optimizer-state tensors with one number per element, each with the range of elements it covers."""
         state = self._sliced.optimizer.state
         return [
@@ -234,7 +234,7 @@ class SegmentOptimizer:
 
     def load(self, moments: Moments, extent: Extent) -> None:
         """Restore this segment's part of an optimizer state that covers whole parameters."""
-        self._sliced.load(fitting(moments, self._sliced.optimizer), extent.layout)
+        self._sliced.load(select_fitting(moments, self._sliced.optimizer), extent.layout)
 
     def restore(self, moments: Moments, groups: Sequence[Mapping[str, Any]]) -> None:
         """Restore the optimizer state that the methods `moments` and `groups` returned."""
@@ -368,7 +368,7 @@ class ShardState:
             "seq": self.seq,
             "version": self.version,
             "ledger": self.ledger.to_json(),
-            "moments": plain_moments(self.moments, tensors),
+            "moments": pack_moments(self.moments, tensors),
             "groups": self.groups,
         }
         first = len(tensors)
@@ -384,13 +384,13 @@ class ShardState:
         head, tensors = unpack_state(data)
         return cls(
             tensors[0],
-            full_moments(head["moments"], tensors),
+            unpack_moments(head["moments"], tensors),
             Ledger.from_json(head["ledger"]),
             head.get("groups", []),
             head["version"],
             head["seq"],
-            [(step, rank, weight, flat_bytes(tensors[i]).tobytes()) for step, rank, weight, i in head["inbox"]],
-            {int(rounds): flat_bytes(tensors[i]).tobytes() for rounds, i in head["kept"].items()},
+            [(step, rank, weight, view_bytes(tensors[i]).tobytes()) for step, rank, weight, i in head["inbox"]],
+            {int(rounds): view_bytes(tensors[i]).tobytes() for rounds, i in head["kept"].items()},
             head["wanted"],
         )
 
@@ -444,7 +444,7 @@ class Shard:
         self._open = RoundBuffer() if servers.update.gathers else None
         self._counts = ShardCounts()
         made = optimizer or SegmentOptimizer
-        self.optimizer = made(extent, self.slice, optimizer_factory(factory, servers.adagrad), ticks or Ticks())
+        self.optimizer = made(extent, self.slice, make_optimizer_factory(factory, servers.adagrad), ticks or Ticks())
 
     @property
     def size(self) -> int:
@@ -495,7 +495,9 @@ class Shard:
         """
         optimizer, count = self.optimizer, value.numel()
         size = optimizer.whole[1]
-        area = optimizer.whole if count == size and not offset and rows is None else _area(count, offset, rows, size)
+        area = (
+            optimizer.whole if count == size and not offset and rows is None else _make_area(count, offset, rows, size)
+        )
         if self.spans:
             self.rounds = step + 1 - self.ledger.marks.get(rank, 0)
         repeats = self.ledger.is_repeat(rank, step)
@@ -506,7 +508,7 @@ class Shard:
             return False
         self._counts.pushed(rank, self.version)
         if rows is None and count < size:
-            value, by_reference = padded(value, offset, size), False
+            value, by_reference = pad(value, offset, size), False
         elif by_reference and not self._borrows:
             value, by_reference = value.clone(), False
         if count:
@@ -581,15 +583,15 @@ class Shard:
             pushes = self._open.remove_round(finished)
             if self.changes.recording:
                 self.changes.gathered(finished, pushes)
-            values, area = gathered([(push.value, push.area) for _, push in pushes], self.optimizer.whole[1])
+            values, area = gather([(push.value, push.area) for _, push in pushes], self.optimizer.whole[1])
             if area.elements if isinstance(area, ShardRows) else area[0] < area[1]:
                 self.optimizer.begin(area, self.tick(0, finished))
                 self.strategy.on_round(self, values, [push.weight for _, push in pushes])
             if self.ledger.skipped is not None:
                 skipped = any(push.skipped for _, push in pushes) and not any(push.weight for _, push in pushes)
-        self._closed(finished, skipped)
+        self._note_closed(finished, skipped)
 
-    def _closed(self, finished: int, skipped: bool) -> None:
+    def _note_closed(self, finished: int, skipped: bool) -> None:
         if skipped and self.ledger.skipped is not None:
             self.ledger.skipped = {rank: count + 1 for rank, count in self.ledger.skipped.items()}
         self.changes.closed(finished, skipped)
@@ -632,12 +634,12 @@ class Shard:
             value, area = self._open_push(mean)
             self.optimizer.begin(area, self.tick(0, finished))
             self.step(value)
-        self._closed(finished, skipped)
+        self._note_closed(finished, skipped)
 
     def _open_push(self, piece: DensePiece) -> tuple[Tensor, Area]:
         """Return a piece's elements and area, as in `OpenPush`. A range is extended with zeros to the whole shard."""
         (value, offset, rows), size = piece, self.optimizer.whole[1]
-        return (padded(value, offset, size) if rows is None and value.numel() < size else value), piece.area
+        return (pad(value, offset, size) if rows is None and value.numel() < size else value), piece.area
 
     # ---- pulls
 
@@ -675,7 +677,7 @@ class Shard:
             self.optimizer.groups(),
             self.version,
             self.changes.seq,
-            [(step, rank, p.weight, area_piece(p.value, p.area, size)) for step, rank, p in self._open or ()],
+            [(step, rank, p.weight, encode_area_piece(p.value, p.area, size)) for step, rank, p in self._open or ()],
             dict(self.retained) if parts else {},
             sorted(self.retained.requested),
         )
@@ -691,7 +693,7 @@ class Shard:
         self.retained.requested = set(state.wanted)
 
 
-def optimizer_factory(factory: Factory, adagrad: float | None) -> Factory:
+def make_optimizer_factory(factory: Factory, adagrad: float | None) -> Factory:
     """Return the workload's optimizer factory, or if `adagrad` is given, a factory of Adagrad with this learning rate.
 
     The workload's learning-rate schedule applies to both.
@@ -701,17 +703,17 @@ def optimizer_factory(factory: Factory, adagrad: float | None) -> Factory:
     if adagrad is None:
         return factory
     # a parameter group, because a part of a model may have no parameters, and torch refuses an empty list of them
-    return within(factory, lambda _: lambda params: Adagrad([{"params": params}], lr=adagrad))
+    return change_factory(factory, lambda _: lambda params: Adagrad([{"params": params}], lr=adagrad))
 
 
-def padded(value: Tensor, offset: int, size: int) -> Tensor:
+def pad(value: Tensor, offset: int, size: int) -> Tensor:
     """Return `size` elements: zeros, and `value` from `offset` on."""
     whole = torch.zeros(size, dtype=value.dtype)
     whole[offset : offset + value.numel()] = value
     return whole
 
 
-def _area(count: int, offset: int, rows: ShardRows | None, size: int) -> Area:
+def _make_area(count: int, offset: int, rows: ShardRows | None, size: int) -> Area:
     if rows is not None and count != rows.elements:
         raise ValueError(f"a push of {count} elements does not fit: its rows have {rows.elements} elements")
     if offset < 0 or count + offset > size:
@@ -775,7 +777,7 @@ class DenseSegment:
             optimizer=self._optimizer,
         )
         self._shard.clock.move(self.space.bound)
-        self._buffer = flat_bytes(self._shard.params).data if self.rows else memoryview(b"")
+        self._buffer = view_bytes(self._shard.params).data if self.rows else memoryview(b"")
         if restore:
             self._shard.restore(state)
 
@@ -810,7 +812,7 @@ class DenseSegment:
 
     @seq.setter
     def seq(self, value: int) -> None:
-        self._writable_shard().changes.seq = value
+        self._make_shard_writable().changes.seq = value
 
     @property
     def version(self) -> int:
@@ -833,7 +835,7 @@ class DenseSegment:
         if rank not in marks:
             raise ValueError(f"rank {rank} does not exist: {len(marks)} workers have the ranks 0 to {len(marks) - 1}")
         if self._base is None and not self._shard.ledger.takes_part(rank):
-            raise left(rank)
+            raise explain_left(rank)
         servers = servers_of(self.space.strategy)
         if step - marks[rank] >= WINDOW and not (servers is not None and servers.update.spans):
             raise ValueError(
@@ -845,7 +847,7 @@ class DenseSegment:
         if not isinstance(data, Tensor):
             return self.extent.read_push(data, self._known)
         if data.dtype == torch.uint8:  # a piece with a head, in the pusher's memory
-            return self.extent.read_push(flat_bytes(data).data, self._known)
+            return self.extent.read_push(view_bytes(data).data, self._known)
         if data.numel() not in (0, self.rows):
             raise ValueError(
                 f"a push of {data.numel()} elements does not fit into segment {self.index} of {self.rows} elements"
@@ -864,7 +866,7 @@ class DenseSegment:
         assert known is not None, "check() sets it"
         (value, offset, rows), self._checked = known[2], None
         self.operations += 1
-        shard, by_reference = self._writable_shard(), isinstance(data, Tensor)
+        shard, by_reference = self._make_shard_writable(), isinstance(data, Tensor)
         if shard.ledger.seen(rank, step):
             return []
         changes = shard.changes
@@ -872,18 +874,18 @@ class DenseSegment:
         if changes.kind != PUSHED:
             shard.push(rank, step, value, weight, offset, by_reference, rows)
             return changes.since(before)
-        pushed = (flat_bytes(data).data if len(data) else b"") if isinstance(data, Tensor) else data
+        pushed = (view_bytes(data).data if len(data) else b"") if isinstance(data, Tensor) else data
         change = changes.pushed(rank, step, weight, pushed)  # before the strategy may write into the value
         shard.push(rank, step, value, weight, offset, by_reference, rows)
         return [change]
 
     def replay(self, change: memoryview) -> None:
         """Apply one of the changes that `push` returned on the primary. Raises ValueError if it is none."""
-        self._writable_shard().replay(change)
+        self._make_shard_writable().replay(change)
 
     def change_members(self, change: MemberChange) -> list[bytes]:
         """Apply a change of the ranks that take part; return the changes for backups: see `ServedSegment`."""
-        shard = self._writable_shard()
+        shard = self._make_shard_writable()
         if shard.changes.kind != PUSHED:
             raise ConfigError(
                 f"the strategy of space {self.space.name!r} applies whole rounds: workers neither join nor leave",
@@ -949,9 +951,9 @@ class DenseSegment:
             return self._base.read(data)
         if not len(data):
             return self._buffer
-        area = self.extent.read_pull(flat_bytes(data).data if isinstance(data, Tensor) else data, self._known)
+        area = self.extent.read_pull(view_bytes(data).data if isinstance(data, Tensor) else data, self._known)
         if isinstance(area, ShardRows):
-            return flat_bytes(area.of(self._shard.params)).data
+            return view_bytes(area.of(self._shard.params)).data
         item = self.extent.layout.dtype.itemsize
         return self._buffer[area[0] * item : area[1] * item]
 
@@ -967,7 +969,7 @@ class DenseSegment:
     @property
     def ledger(self) -> Ledger:
         """The ledger of the recorded pushes: applied, or waiting for their round to close. For reading only."""
-        return self._writable_shard().ledger
+        return self._make_shard_writable().ledger
 
     def durable(self, rank: int) -> int:
         """Return the step below which all pushes of a rank are applied here."""
@@ -978,7 +980,7 @@ class DenseSegment:
 
     # ---- states
 
-    def _state(self) -> ShardState:
+    def _read_state(self) -> ShardState:
         """Return the state. For a branch without its own shard, it has the base's values and a clock at step 0."""
         if self._base is None:
             return self._shard.state()
@@ -987,7 +989,7 @@ class DenseSegment:
 
     def dump(self) -> bytes:
         """Return the whole state as bytes, for `load`."""
-        return self._state().pack()
+        return self._read_state().pack()
 
     def load(self, state: Buffer) -> None:
         """Restore a state that `dump` returned. Raises CheckpointError if it is truncated, or of another segment."""
@@ -1023,7 +1025,7 @@ class DenseSegment:
 
     def facts(self, index: int, wanted: int) -> ShardFacts:
         """Return the facts of shard `index` of a static map, and retain the state after round `wanted`."""
-        shard = self._writable_shard()
+        shard = self._make_shard_writable()
         shard.retained.wanted = wanted
         if wanted > shard.closed:
             shard.retained.requested = {wanted}
@@ -1031,11 +1033,11 @@ class DenseSegment:
 
     def skip(self, rank: int, step: int) -> None:
         """Count a rank's missing pushes below `step` as lost, because no worker retains them."""
-        self._writable_shard().skip(rank, step)
+        self._make_shard_writable().skip(rank, step)
 
     def keep(self, rounds: Sequence[int]) -> None:
         """Retain the state after each of these rounds that is not closed yet."""
-        shard = self._writable_shard()
+        shard = self._make_shard_writable()
         shard.retained.requested.update(r for r in rounds if r > shard.closed)
 
     def part(self, rounds: int) -> bytes | None:
@@ -1074,7 +1076,7 @@ class DenseSegment:
         """Raise ConfigError: all elements change with every step."""
         raise ConfigError("CHANGES is for tables only: send READ or PART for the dense vector", field="table")
 
-    def _writable_shard(self) -> Shard:
+    def _make_shard_writable(self) -> Shard:
         """Return the shard for writing. If other segments share its memory, copy the values first."""
         self._separate_branches()
         if self._base is not None:
@@ -1090,7 +1092,7 @@ class DenseSegment:
 
     def _copy_base(self) -> None:
         """Copy the base's state into a new shard, which only this segment uses."""
-        state = self._state()
+        state = self._read_state()
         state.params = state.params.clone()
         self._replace_shard(state)
 

@@ -40,9 +40,9 @@ class DeviceOptimizer(SegmentOptimizer):
     def mean(self, values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
         """Return the weighted mean as `SegmentOptimizer.mean`, computed and left on the device."""
         kept = [(value, weight) for value, weight in zip(values, weights, strict=True) if weight]
-        return super().mean([self._given(value) for value, _ in kept], [weight for _, weight in kept])
+        return super().mean([self._move_gradient(value) for value, _ in kept], [weight for _, weight in kept])
 
-    def _given(self, grad: Tensor) -> Tensor:
+    def _move_gradient(self, grad: Tensor) -> Tensor:
         return self._uploads.copy(grad)
 
     def _stepped(self) -> None:

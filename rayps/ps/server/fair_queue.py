@@ -112,7 +112,7 @@ class FairQueue(Generic[T]):
         """Return the next space and its request, or None if there is no request or all must wait."""
         best, number = None, -1
         for space, queue in self._busy.items():
-            if not queue.blocked and (best is None or queue.clock < best.clock) and self._ready(queue, now):
+            if not queue.blocked and (best is None or queue.clock < best.clock) and self._is_ready(queue, now):
                 best, number = queue, space
         if best is None:
             return None
@@ -138,7 +138,7 @@ class FairQueue(Generic[T]):
         times = [
             queue.bucket.ready_at()
             for queue in self._busy.values()
-            if queue.bucket is not None and not queue.blocked and not self._ready(queue, now)
+            if queue.bucket is not None and not queue.blocked and not self._is_ready(queue, now)
         ]
         return min(times, default=None)
 
@@ -181,7 +181,7 @@ class FairQueue(Generic[T]):
         return queue
 
     @staticmethod
-    def _ready(queue: _SpaceQueue[T], now: float) -> bool:
+    def _is_ready(queue: _SpaceQueue[T], now: float) -> bool:
         if queue.bucket is None or queue.urgent or not queue.items[0][2]:
             return True
         if queue.bucket.ready(now):

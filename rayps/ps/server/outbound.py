@@ -29,7 +29,7 @@ from rayps_client.errors import LinkError, RaypsError
 
 from rayps.cluster.warm import free_memory
 from rayps.comm.link import Link, Message, connect
-from rayps.core.memory import total_bytes
+from rayps.core.memory import read_total_bytes
 from rayps.core.time.time_account import LoopAccount
 from rayps.ps.protocol.messages import Event, GroupMessage, SegmentOrder
 from rayps.ps.protocol.space import Space
@@ -102,7 +102,7 @@ class ManagerSession:
             "holds": holds,
         }
         self._send(GroupMessage.REGISTER, body)
-        self._reports = self._all()
+        self._reports = self._list_all()
         self.next_beat = time.monotonic()
 
     def disconnected(self) -> None:
@@ -188,7 +188,7 @@ class ManagerSession:
             with contextlib.suppress(LinkError):  # the next read raises the error again
                 self.link.queue(Message(kind, tag), json.dumps(body).encode())
 
-    def _all(self) -> list[SegmentReport]:
+    def _list_all(self) -> list[SegmentReport]:
         """Return all reports that are true now, for a new manager."""
         found: list[SegmentReport] = []
         for number, assigned_space in self._assignments.spaces.items():
@@ -205,7 +205,7 @@ class Load:
     def __init__(self) -> None:
         self.account = LoopAccount()
         self._cpu, self._at = time.process_time(), time.monotonic()
-        self._memory, self._host_bytes, self._read = 0.0, total_bytes() or 0, -MEMORY_SECONDS
+        self._memory, self._host_bytes, self._read = 0.0, read_total_bytes() or 0, -MEMORY_SECONDS
 
     def now(
         self, assignments: Assignments, connections: int, waits: Callable[[int], tuple[int, int]]
@@ -328,11 +328,11 @@ class Outbound:
                 reason = str(error)
                 self._later(lambda: self._replication.lost(peer, reason))
             else:
-                self._later(lambda: self._reached(peer, link))
+                self._later(lambda: self._note_reached(peer, link))
 
         threading.Thread(target=call, name=f"{self._name}-dial", daemon=True).start()
 
-    def _reached(self, peer: BackupServer, link: Link) -> None:
+    def _note_reached(self, peer: BackupServer, link: Link) -> None:
         if peer.lost:
             link.close()
             return

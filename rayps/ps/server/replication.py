@@ -124,10 +124,10 @@ class Replication:
             if known is not None and not known.peer.lost and known.stage != Stage.LOST:
                 if anew:
                     known.whole, known.synced = known.whole and known.stage != Stage.SENT, False
-                    self._due(known)
+                    self._mark_due(known)
                 continue
             promised = anew or (known is not None and known.stage != Stage.NEW)
-            peer = self._peer(space, server, address)
+            peer = self._find_peer(space, server, address)
             copy = ReplicaCopy(assigned, peer, Stage.DUE if promised else Stage.NEW, whole=not anew)
             assigned.copies[server] = peer.copies[assigned.index] = copy
             peer.todo.append(copy)
@@ -147,15 +147,15 @@ class Replication:
         for copy in assigned.copies.values():
             if copy.stage in (Stage.SENT, Stage.DUE):
                 copy.whole = True
-                self._due(copy)
+                self._mark_due(copy)
 
-    def _due(self, copy: ReplicaCopy) -> None:
+    def _mark_due(self, copy: ReplicaCopy) -> None:
         copy.stage, copy.first = Stage.DUE, NEVER
         if copy not in copy.peer.todo:
             copy.peer.todo.append(copy)
         self.send_states(copy.peer)
 
-    def _peer(self, space: int, server: str, address: str) -> BackupServer:
+    def _find_peer(self, space: int, server: str, address: str) -> BackupServer:
         peer = self._peers.get((space, server))
         if peer is not None and peer.address != address:
             self.lost(peer, "the server's address has changed")
@@ -266,7 +266,7 @@ class Replication:
             self._calls.send_withheld(peer.space, anew=False)
         elif message.kind == GroupMessage.STALE:
             for index in read_numbers(message.payload):
-                self._refused(peer, index, message.tag)
+                self._note_refused(peer, index, message.tag)
             self._calls.send_withheld(peer.space, anew=True)
 
     def _report_synced(self, copy: ReplicaCopy) -> None:
@@ -280,13 +280,13 @@ class Replication:
         if copy.assigned.role != Role.LEAVING or copy.assigned.handed:
             copy.peer.watched.discard(copy)
 
-    def _refused(self, peer: BackupServer, index: int, tag: int) -> None:
+    def _note_refused(self, peer: BackupServer, index: int, tag: int) -> None:
         copy = peer.copies.get(index)
         if copy is None or copy.stage != Stage.SENT or tag < copy.first:
             return  # the backup has refused an earlier state
         if not copy.whole and tag == copy.first:
             copy.whole = True
-            self._due(copy)
+            self._mark_due(copy)
         else:
             self._give_up(copy)
 
@@ -363,7 +363,7 @@ def _set_recording(assigned: AssignedSegment) -> None:
         assigned.segment.copied = bool(assigned.copies)
 
 
-def unacknowledged(needs: dict[BackupServer, int]) -> list[str]:
+def list_unacknowledged(needs: dict[BackupServer, int]) -> list[str]:
     """Return the servers that an answer waits for."""
     return sorted(peer.server for peer, tag in needs.items() if peer.acked < tag)
 
@@ -385,7 +385,7 @@ class Backups:
         error occurred.
         """
         if request.kind == GroupMessage.STATE:
-            done = _tried(assigned_space, request.b, lambda: self._state(assigned_space, request))
+            done = _try(assigned_space, request.b, lambda: self._load_state(assigned_space, request))
             refused = [] if done else [request.b]
         else:
             changes = [SegmentPayload(request.b, int(request.weight), request.payload)]
@@ -394,7 +394,7 @@ class Backups:
             refused = [
                 c.segment
                 for c in changes
-                if not _tried(assigned_space, c.segment, partial(_forward, assigned_space, request, c))
+                if not _try(assigned_space, c.segment, partial(_forward, assigned_space, request, c))
             ]
         passing("copy: applied, not acknowledged")
         request.peer.applied = request.tag
@@ -406,7 +406,7 @@ class Backups:
         applied, self._applied = self._applied, set()
         return [(peer, peer.applied) for peer in applied if not peer.gone]
 
-    def _state(self, assigned_space: AssignedSpace, request: PeerRequest) -> bool:
+    def _load_state(self, assigned_space: AssignedSpace, request: PeerRequest) -> bool:
         index, generation = request.b, int(request.weight)
         if not 0 <= index < assigned_space.space.segments:
             return False
@@ -436,7 +436,7 @@ class Backups:
         return True
 
 
-def _tried(assigned_space: AssignedSpace, index: int, work: Callable[[], bool]) -> bool:
+def _try(assigned_space: AssignedSpace, index: int, work: Callable[[], bool]) -> bool:
     try:
         return work()
     except Exception as error:  # this backup may be inconsistent, so it refuses changes until it receives a new state

@@ -26,20 +26,20 @@ from rayps.ps.protocol.messages import (
     JOIN_PAYLOAD,
     GroupMessage,
     SegmentPayload,
-    numbers,
+    make_refusal,
     pack,
+    pack_numbers,
     read_numbers,
-    refusal,
     unpack,
 )
 from rayps.ps.protocol.space import ServedSegment
 from rayps.ps.server.arrivals import Arrivals
 from rayps.ps.server.assignments import AssignedSegment, AssignedSpace
-from rayps.ps.server.connection import NOT_JOINED, PeerRequest, ServerPeer, fenced
+from rayps.ps.server.connection import NOT_JOINED, PeerRequest, ServerPeer, explain_fenced
 from rayps.ps.server.consistent_readers import ConsistentReaders
 from rayps.ps.server.dense_segment import DenseSegment
 from rayps.ps.server.mailboxes import MailboxHead, WholePush, request_of
-from rayps.ps.server.replication import BackupServer, Replication, unacknowledged
+from rayps.ps.server.replication import BackupServer, Replication, list_unacknowledged
 
 READER = -1
 OPERATIONS = frozenset({GroupMessage.PUSH, GroupMessage.PULL, GroupMessage.PUSH_PULL, GroupMessage.READ})
@@ -85,12 +85,12 @@ class PendingReplies:
         if assigned_space is not None and isinstance(error, ConfigError):
             assigned_space.rejected += 1
         release(request)
-        self._sender.send(request.peer, Message(GroupMessage.ERROR, request.tag), refusal(request.tag, error)[1])
+        self._sender.send(request.peer, Message(GroupMessage.ERROR, request.tag), make_refusal(request.tag, error)[1])
 
     def send_stale(self, request: PeerRequest, segments: Iterable[int]) -> None:
         """Answer STALE: this server does not serve these segments in the requested generation, and applied nothing."""
         release(request)
-        self._sender.send(request.peer, Message(GroupMessage.STALE, request.tag), numbers(segments))
+        self._sender.send(request.peer, Message(GroupMessage.STALE, request.tag), pack_numbers(segments))
 
     def reply(
         self,
@@ -158,7 +158,7 @@ class PendingReplies:
             answer.segments.remove(assigned)
             pairs = read_numbers(answer.payload)
             kept = [pair for pair in zip(pairs[::2], pairs[1::2], strict=True) if pair[0] != assigned.index]
-            answer.payload = numbers(value for pair in kept for value in pair)
+            answer.payload = pack_numbers(value for pair in kept for value in pair)
         if gone:
             assigned_space.withheld = [answer for answer in assigned_space.withheld if answer not in gone]
             for answer in gone:
@@ -205,7 +205,7 @@ class PendingReplies:
             )
         for answer in [waiting for waiting in assigned_space.withheld if waiting.deadline < now]:
             remove(assigned_space.withheld, answer)
-            names = ", ".join(unacknowledged(answer.needs))
+            names = ", ".join(list_unacknowledged(answer.needs))
             self.fail(
                 assigned_space,
                 answer.request,
@@ -260,16 +260,18 @@ class RequestHandler(PendingReplies):
             GroupMessage.PUSH_PULL: self._push_pull,
             GroupMessage.READ: self._read,
             GroupMessage.LOAD: self._load,
-            GroupMessage.PART: self._part,
-            GroupMessage.SAVED: self._saved,
+            GroupMessage.PART: self._reply_part,
+            GroupMessage.SAVED: self._record_saved,
             GroupMessage.FLUSH: self._wait,
-            GroupMessage.CHANGES: self._changes,
-            GroupMessage.MARKS: self._marks,
-            GroupMessage.MEMBERS: self._members,
+            GroupMessage.CHANGES: self._reply_changes,
+            GroupMessage.MARKS: self._reply_marks,
+            GroupMessage.MEMBERS: self._change_members,
             GroupMessage.ARRIVE: self._arrive,
-            GroupMessage.HOLD: lambda assigned_space, request: self._reader(assigned_space).add_request(request),
-            GroupMessage.AIM: lambda assigned_space, request: self._reader(assigned_space).aim(request),
-            GroupMessage.RELEASE: lambda assigned_space, request: self._reader(assigned_space).release(request.peer),
+            GroupMessage.HOLD: lambda assigned_space, request: self._find_reader(assigned_space).add_request(request),
+            GroupMessage.AIM: lambda assigned_space, request: self._find_reader(assigned_space).aim(request),
+            GroupMessage.RELEASE: lambda assigned_space, request: self._find_reader(assigned_space).release(
+                request.peer
+            ),
         }
 
     def answer(self, assigned_space: AssignedSpace, request: PeerRequest) -> None:
@@ -282,7 +284,7 @@ class RequestHandler(PendingReplies):
             if handler is None:
                 raise ValueError(f"this server knows no request of kind {request.kind}")
             if request.peer.rank == NOT_JOINED:
-                raise fenced(request.peer)
+                raise explain_fenced(request.peer)
             if request.kind not in (GroupMessage.SAVED, GroupMessage.RELEASE):
                 if request.payload is not None:
                     request.pieces = unpack(request.payload)
@@ -370,7 +372,7 @@ class RequestHandler(PendingReplies):
     def _join(self, assigned_space: AssignedSpace, request: PeerRequest) -> None:
         peer, rank, incarnation = request.peer, request.b, int(request.weight)
         if not READER <= rank < assigned_space.space.workers:
-            raise _no_rank(assigned_space, rank)
+            raise _explain_no_rank(assigned_space, rank)
         if rank != READER:
             seen = assigned_space.incarnations.get(rank, -1)
             if incarnation < seen:
@@ -396,21 +398,21 @@ class RequestHandler(PendingReplies):
         for assigned in mine if rank != READER else []:
             segment = segment_of(assigned)  # the worker repeats pushes that backups lack, so that no death loses them
             pairs += [assigned.index, segment.marks()[rank] if assigned_space.static else segment.durable(rank)]
-        self.reply(request, GroupMessage.JOINED, mine, payload=numbers(pairs))
+        self.reply(request, GroupMessage.JOINED, mine, payload=pack_numbers(pairs))
 
     def _take_rank(self, assigned_space: AssignedSpace, request: PeerRequest) -> None:
         rank = request.b
         if not 0 <= rank < assigned_space.space.workers:
-            raise _no_rank(assigned_space, rank)
+            raise _explain_no_rank(assigned_space, rank)
         assigned_space.incarnations[rank] = incarnation = assigned_space.incarnations.get(rank, 0) + 1
         self._fence(assigned_space, rank, incarnation)
-        self.reply(request, GroupMessage.ACK, [], payload=numbers([incarnation]))
+        self.reply(request, GroupMessage.ACK, [], payload=pack_numbers([incarnation]))
 
     def _fence(self, assigned_space: AssignedSpace, rank: int, incarnation: int) -> None:
         """Refuse the parked requests of earlier incarnations of a rank."""
         for request in [r for r in assigned_space.parked if r.peer.rank == rank and r.peer.incarnation < incarnation]:
             remove(assigned_space.parked, request)
-            self.fail(assigned_space, request, fenced(request.peer))
+            self.fail(assigned_space, request, explain_fenced(request.peer))
 
     def fences(self, assigned_space: AssignedSpace, request: PeerRequest) -> bool:
         """Return whether a newer incarnation of the request's rank has joined."""
@@ -426,7 +428,7 @@ class RequestHandler(PendingReplies):
         Raises StaleGeneration if a newer incarnation of the rank has joined.
         """
         if self.fences(assigned_space, request):
-            raise fenced(request.peer)
+            raise explain_fenced(request.peer)
         here = assigned_space.by_index
         loads = request.kind == GroupMessage.LOAD
         wrong = []
@@ -494,7 +496,7 @@ class RequestHandler(PendingReplies):
         layout = assigned_space.space.layout
         dense = 0 if layout is None else layout.size * layout.dtype.itemsize
         if used > (most - dense) * len(here) / tables:
-            raise _over(assigned_space, dense + used * tables // len(here), used, most)
+            raise _explain_over_quota(assigned_space, dense + used * tables // len(here), used, most)
 
     # ---- arrivals
 
@@ -623,13 +625,13 @@ class RequestHandler(PendingReplies):
             return
         self._reply_values(assigned_space, request, lambda segment, data: segment.read(data))
 
-    def _changes(self, assigned_space: AssignedSpace, request: PeerRequest) -> None:
-        self._reply_values(assigned_space, request, _changed)
+    def _reply_changes(self, assigned_space: AssignedSpace, request: PeerRequest) -> None:
+        self._reply_values(assigned_space, request, _pack_changed)
 
-    def _marks(self, assigned_space: AssignedSpace, request: PeerRequest) -> None:
-        self._reply_values(assigned_space, request, lambda segment, data: numbers(segment.marks().values()))
+    def _reply_marks(self, assigned_space: AssignedSpace, request: PeerRequest) -> None:
+        self._reply_values(assigned_space, request, lambda segment, data: pack_numbers(segment.marks().values()))
 
-    def _members(self, assigned_space: AssignedSpace, request: PeerRequest) -> None:
+    def _change_members(self, assigned_space: AssignedSpace, request: PeerRequest) -> None:
         """Apply a change of the ranks that take part, and serve the pulls that waited for a rank that has left."""
         if request.peer.rank != READER:
             raise ValueError(f"{request.peer.link.peer} joined as a worker: only a reader (rank -1) changes members")
@@ -647,7 +649,7 @@ class RequestHandler(PendingReplies):
         self.wake(assigned_space)
         if assigned_space.number in self._readers:  # a consistent pull may have waited for the rank
             self._readers[assigned_space.number].check()
-        self._marks(assigned_space, request)
+        self._reply_marks(assigned_space, request)
 
     def _reply_values(
         self, assigned_space: AssignedSpace, request: PeerRequest, read: Callable[[ServedSegment, memoryview], Any]
@@ -685,7 +687,7 @@ class RequestHandler(PendingReplies):
 
     # ---- consistent readers
 
-    def _reader(self, assigned_space: AssignedSpace) -> ConsistentReaders:
+    def _find_reader(self, assigned_space: AssignedSpace) -> ConsistentReaders:
         found = self._readers.get(assigned_space.number)
         if found is None:
             found = self._readers[assigned_space.number] = ConsistentReaders(assigned_space, self)
@@ -752,7 +754,7 @@ class RequestHandler(PendingReplies):
         used = sum(segment.nbytes for _, segment in made)
         used += sum(segment_of(h).nbytes for h in assigned_space.primaries() if h.usable and h.index not in replaced)
         if most is not None and used > most:
-            raise _over(
+            raise _explain_over_quota(
                 assigned_space,
                 used * assigned_space.space.segments // max(1, len(assigned_space.primaries())),
                 used,
@@ -768,7 +770,7 @@ class RequestHandler(PendingReplies):
         self.reply(request, GroupMessage.ACK, [assigned for assigned, _ in made])
         self.wake(assigned_space)
 
-    def _part(self, assigned_space: AssignedSpace, request: PeerRequest) -> None:
+    def _reply_part(self, assigned_space: AssignedSpace, request: PeerRequest) -> None:
         touched = [assigned_space.by_index[piece.segment] for piece in request.pieces]
         rounds = request.a
         if rounds >= 0:
@@ -798,7 +800,7 @@ class RequestHandler(PendingReplies):
         self.reply(request, GroupMessage.VALUE, touched, payload=pack(pieces))
         return True
 
-    def _saved(self, assigned_space: AssignedSpace, request: PeerRequest) -> None:
+    def _record_saved(self, assigned_space: AssignedSpace, request: PeerRequest) -> None:
         for assigned in assigned_space.primaries():
             assigned.record_saved_state(request.a)
 
@@ -819,11 +821,11 @@ def _put(out: memoryview, value: Any) -> None:
     out[:] = found
 
 
-def _changed(segment: ServedSegment, data: memoryview) -> bytes:
+def _pack_changed(segment: ServedSegment, data: memoryview) -> bytes:
     return segment.changed_since(read_numbers(data)[0])
 
 
-def _no_rank(assigned_space: AssignedSpace, rank: int) -> ValueError:
+def _explain_no_rank(assigned_space: AssignedSpace, rank: int) -> ValueError:
     count = assigned_space.space.workers
     return ValueError(
         f"rank {rank} does not exist in space {assigned_space.space.name!r}: its {count} workers have the ranks 0 to "
@@ -831,7 +833,7 @@ def _no_rank(assigned_space: AssignedSpace, rank: int) -> ValueError:
     )
 
 
-def _over(assigned_space: AssignedSpace, total: int, here: int, most: int) -> ConfigError:
+def _explain_over_quota(assigned_space: AssignedSpace, total: int, here: int, most: int) -> ConfigError:
     """Return the error of a space over its quota: `total` bytes on all servers, by estimate, and `here` on this one."""
     return ConfigError(
         f"space {assigned_space.space.name!r} has about {total} bytes on all servers ({here} on this one), and its "

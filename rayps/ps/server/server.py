@@ -26,9 +26,9 @@ from rayps_client.errors import LinkError, NotFound, StaleGeneration
 from rayps.comm.link import Listener, Message
 from rayps.comm.link.wakeup import Wakeup
 from rayps.core.time.member_times import MemberTimes
-from rayps.core.time.time_account import named_waits
+from rayps.core.time.time_account import name_waits
 from rayps.ps.protocol.mailbox import BY_MEMORY, BY_MESSAGE, SharedSlice
-from rayps.ps.protocol.messages import GroupMessage, Role, numbers
+from rayps.ps.protocol.messages import GroupMessage, Role, pack_numbers
 from rayps.ps.protocol.space import ServedSegment, Space
 from rayps.ps.server.assignments import AssignedSegment, AssignedSpace, Assignments, SegmentReport
 from rayps.ps.server.connection import PeerRequest, ServerPeer
@@ -93,7 +93,7 @@ class GroupServerLoop:
         self._poll.register(self._wakeup, select.POLLIN)
         self._closing = threading.Event()
         self._outbound = Outbound(
-            name, secret, manager, self._poll, self._later, self._replication, self._manager_session
+            name, secret, manager, self._poll, self._run_soon, self._replication, self._manager_session
         )
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -142,7 +142,7 @@ class GroupServerLoop:
             except BaseException as error:
                 done.set_exception(error)
 
-        self._later(run)
+        self._run_soon(run)
         return done.result(timeout)
 
     def facts(self) -> dict[str, Any]:
@@ -160,7 +160,7 @@ class GroupServerLoop:
                 found[peer] = found.get(peer, 0.0) + seconds
                 awaited[peer] = awaited.get(peer, 0.0) + seconds
         lines = {each.link.peer: line for each in list(self._peers.values()) if (line := each.link.line) is not None}
-        spent = named_waits(self._load.account.seconds(), awaited)
+        spent = name_waits(self._load.account.seconds(), awaited)
         return replace(MemberTimes.of(spent, None, lines), delays=delays)
 
     # ---- the loop
@@ -373,11 +373,11 @@ class GroupServerLoop:
         peer = request.peer
         refused = self._backups.apply(assigned_space, request)
         if refused:
-            self.send(peer, Message(GroupMessage.STALE, request.tag), numbers(refused))
+            self.send(peer, Message(GroupMessage.STALE, request.tag), pack_numbers(refused))
 
     def _refuse_unknown_space(self, request: PeerRequest) -> None:
         if request.kind in FROM_SERVERS:
-            self.send(request.peer, Message(GroupMessage.STALE, request.tag), numbers([request.b]))
+            self.send(request.peer, Message(GroupMessage.STALE, request.tag), pack_numbers([request.b]))
         elif request.peer.space < 0:
             error = ValueError(f"{request.peer.link.peer} has not joined a space: send JOIN first")
             self._handler.fail(None, request, error)
@@ -524,7 +524,7 @@ class GroupServerLoop:
         for request in self._fair.drop(number):
             self._refuse_unknown_space(request)
 
-    def _later(self, work: Callable[[], None]) -> None:
+    def _run_soon(self, work: Callable[[], None]) -> None:
         """Let the loop's thread run `work` soon. Any thread may call this."""
         self._arrived.put(work)
         self._wakeup.wake()

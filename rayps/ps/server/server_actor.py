@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from rayps.cluster.local import LocalCluster, host_address, rendezvous, surrounding
 from rayps.comm.link import Listener
-from rayps.ps.protocol.segment_map import address_key
+from rayps.ps.protocol.segment_map import make_address_key
 
 if TYPE_CHECKING:
     from rayps.ps.server.server import GroupServerLoop
@@ -31,7 +31,7 @@ ALONE_SECONDS = 60.0  # a server ends after this time without a manager
 LOOK_SECONDS = 1.0  # time between two checks for the manager
 # niceness. Ray may have started the workers with 15. With SCHED_IDLE the thread would get no core while others are busy
 LOWEST = 19
-QUIET_SECONDS = 60.0  # longest wait of `quietly`
+QUIET_SECONDS = 60.0  # longest wait of `run_quietly`
 HOST = "rayps.ps.server.server"
 
 
@@ -41,11 +41,11 @@ class ServerActor:
     def __init__(self, server: str, group: str, secret: bytes, manager: str, *, gently: bool = False) -> None:
         """Start the server. `gently`: load its modules at the lowest priority, so that workers keep the cores."""
         if gently and HOST not in sys.modules:
-            quietly(load_server)
+            run_quietly(load_server)
         self._group, self._address = group, manager
         self._listener = Listener(server, secret, host=host_address())
         self._host = load_server()(
-            server, self._listener, self._manager, secret, host=socket.gethostname(), node=surrounding().node
+            server, self._listener, self._find_manager, secret, host=socket.gethostname(), node=surrounding().node
         )
         self._closing = threading.Event()
         self._watch = threading.Thread(target=self._watch_manager, daemon=True, name=f"{server}-watch")
@@ -65,9 +65,9 @@ class ServerActor:
         self._host.close()
         self._listener.close()
 
-    def _manager(self) -> str:
+    def _find_manager(self) -> str:
         """Return the manager's present address, which changes when the manager restarts."""
-        found = rendezvous().get(address_key(self._group))
+        found = rendezvous().get(make_address_key(self._group))
         return self._address if found is None else found.decode()
 
     def _watch_manager(self) -> None:
@@ -90,7 +90,7 @@ def load_server() -> type[GroupServerLoop]:
     return served
 
 
-def quietly(work: Callable[[], object]) -> None:
+def run_quietly(work: Callable[[], object]) -> None:
     """Run `work` in a thread of the lowest scheduling priority (on Linux; elsewhere in an ordinary thread).
 
     Return when `work` is done, or after `QUIET_SECONDS`. An exception of `work` is logged and not raised.

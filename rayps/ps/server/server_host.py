@@ -1,7 +1,7 @@
 """The actor of a group on one host: it starts and ends the servers there, through a template that has imported torch.
 
 One of these actors runs on each host that has servers of the group. It reserves nothing; the CPUs of each server are
-reserved under the server's name (`reservation_name`) before the server starts, and released when its process ends.
+reserved under the server's name (`name_reservation`) before the server starts, and released when its process ends.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rayps_client.errors import ClusterError, RaypsError
 from rayps.cluster.local import LocalCluster, host_address, rendezvous, surrounding
 from rayps.cluster.notices import Notice
 from rayps.cluster.termination import REASON
-from rayps.ps.protocol.segment_map import address_key, manager_actor
+from rayps.ps.protocol.segment_map import make_address_key, manager_actor
 from rayps.ps.server.server_actor import ALONE_SECONDS, LOOK_SECONDS
 from rayps.ps.server.server_template import GENTLY, ServerOrder
 
@@ -33,12 +33,12 @@ START_SECONDS = 90.0  # seconds in which a template must be ready and fork a ser
 END_SECONDS = 5.0  # seconds in which a template must end after its input has ended
 
 
-def host_actor(group: str, node: str) -> str:
+def name_host_actor(group: str, node: str) -> str:
     """Return the name of the actor that runs a group's servers on a host, which has the id `node`."""
     return f"rayps-servers-at-{group}-{node}"
 
 
-def reservation_name(group: str, server: str) -> str:
+def name_reservation(group: str, server: str) -> str:
     """Return the name under which the CPUs of a server are reserved."""
     return f"{group}/{server}"
 
@@ -140,7 +140,7 @@ class ServerHost:
         """Start the template. `gently`: it imports at the lowest priority, so that workers keep the cores."""
         self._group, self._node, self._gently = group, node, gently
         self._lock, self._closing = threading.Lock(), threading.Event()
-        self._template = self._new_template()
+        self._template = self._start_template()
         self._manager, self._busy = "", time.monotonic()
         self._watch = threading.Thread(target=self._watch_manager, daemon=True, name=f"{group}-host")
         self._watch.start()
@@ -152,7 +152,7 @@ class ServerHost:
         """
         with self._lock:
             if not self._template.alive:
-                self._template = self._new_template()
+                self._template = self._start_template()
             template, self._manager, self._busy = self._template, manager, time.monotonic()
         return template.start(
             ServerOrder(server, secret.hex(), manager, host_address(), socket.gethostname(), self._node)
@@ -175,7 +175,7 @@ class ServerHost:
         self._closing.set()
         self._template.close()
 
-    def _new_template(self) -> TemplateProcess:
+    def _start_template(self) -> TemplateProcess:
         return TemplateProcess(self._release, self._announce, gently=self._gently)
 
     def _announce(self, pid: int, seconds: float) -> None:
@@ -186,14 +186,14 @@ class ServerHost:
     def _release(self, server: str) -> None:
         """Release the CPUs of a server whose process has ended."""
         with contextlib.suppress(RaypsError, OSError, RuntimeError):
-            found = surrounding().reservation(reservation_name(self._group, server))
+            found = surrounding().reservation(name_reservation(self._group, server))
             if found is not None:
                 found.release()
 
     def _watch_manager(self) -> None:
         """Tell the servers where the manager is after a restart; end when there is neither a manager nor a server."""
         while not self._closing.wait(LOOK_SECONDS):
-            found = rendezvous().get(address_key(self._group))
+            found = rendezvous().get(make_address_key(self._group))
             if found is not None and found.decode() != self._manager:
                 self._manager = found.decode()
                 self._template.send({"manager": self._manager})

@@ -32,7 +32,7 @@ from rayps_client.machine.loading import without_collection
 
 from rayps.cluster.termination import TermHandler, grace_seconds
 from rayps.comm.link import Listener
-from rayps.ps.server.server_actor import ALONE_SECONDS, LOOK_SECONDS, load_server, quietly
+from rayps.ps.server.server_actor import ALONE_SECONDS, LOOK_SECONDS, load_server, run_quietly
 
 if TYPE_CHECKING:
     from rayps.ps.server.server import GroupServerLoop
@@ -178,7 +178,7 @@ def main() -> None:
     os.close(nothing)
     with without_collection(freeze=True):
         if GENTLY in sys.argv:
-            quietly(load_server)
+            run_quietly(load_server)
         kind = load_server()
     if threading.active_count() > 1:
         log.warning("the template of servers has more than one thread: %s", threading.enumerate())

@@ -51,7 +51,7 @@ class ShardPlan:
     whole: Layout | None = None  # the whole model's layout, if the space has only the part of one worker of a replica
 
 
-def optimizer_on(device: str) -> OptimizerType | None:
+def find_optimizer_type(device: str) -> OptimizerType | None:
     """Return what makes a shard's optimizer on a device; None on the CPU. Raises ConfigError if there is no device."""
     return None if device == "cpu" else functools.partial(DeviceOptimizer, device=Device.of(device))
 
@@ -79,7 +79,7 @@ class ShardActor:
         self._code = enter_code(code or JobCode(""))
         self._packed, self._index, self._secret = factory, index, secret
         self._listener = Listener(f"shard-{index}", secret, host=host or host_address())
-        self._optimizer = optimizer_on(device)
+        self._optimizer = find_optimizer_type(device)
         self._loop: GroupServerLoop | None = None
         self._assigned: AssignedSegment | None = None
         self._times, self._times_due = MemberTimes(), 0.0  # of earlier generations; when the next report is due
@@ -93,7 +93,7 @@ class ShardActor:
 
         Raises WorkloadError if the packed factory cannot be unpacked.
         """
-        segment = self._new_segment(plan)
+        segment = self._make_segment(plan)
         lo, hi = plan.space.cuts[plan.segment]
         ledger = with_members(snapshot.ledger(lo, hi), plan.members)
         segment.begin(snapshot.params[lo:hi], ledger, snapshot.moments, plan.boundary)
@@ -104,11 +104,11 @@ class ShardActor:
 
         Raises WorkloadError if the packed factory cannot be unpacked.
         """
-        segment = self._new_segment(plan)
+        segment = self._make_segment(plan)
         segment.resume(state, plan.boundary)
         self._serve(plan, segment)
 
-    def _new_segment(self, plan: ShardPlan) -> DenseSegment:
+    def _make_segment(self, plan: ShardPlan) -> DenseSegment:
         """Stop serving, and return the plan's segment without values."""
         if self._loop is not None:
             self._times = self._times.plus(self._loop.times())

@@ -27,11 +27,11 @@ from rayps.ps.protocol.space import Space
 from rayps.ps.tables import wire_format
 from rayps.ps.tables.ids import GivenIds
 from rayps.ps.tables.local import TableSession
-from rayps.ps.tables.lookup import Lookup, lookup_of, merged, spans
+from rayps.ps.tables.lookup import Lookup, find_spans, lookup_of, merge_lookups
 from rayps.ps.tables.prefetch import PrefetchCall, Prefetched, Prefetcher
-from rayps.ps.tables.row_transfer import RowTransfer, row_transfer
+from rayps.ps.tables.row_transfer import RowTransfer, make_row_transfer
 from rayps.tensors.checkpoints.uploads import Download
-from rayps.tensors.finite import first_not_finite, is_finite
+from rayps.tensors.finite import find_not_finite, is_finite
 from rayps.tensors.flat import square_of
 
 
@@ -75,7 +75,7 @@ class TableClient:
         """
         began, upload = time.perf_counter(), None
         if self.transfer is None:
-            self.transfer = row_transfer(ids.device, wire_format.DTYPES[self.table.dtype])
+            self.transfer = make_row_transfer(ids.device, wire_format.DTYPES[self.table.dtype])
         held = self.prefetched(self.table.name) if learns else None
         if held is None:
             lookup = self.lookup(ids)
@@ -127,19 +127,19 @@ class TableClient:
 
     def pull_pieces(self, lookup: Lookup, uses: bool = False) -> dict[int, Buffer]:
         """Return the pieces of a pull, as a dict from each segment with ids of the lookup to its piece."""
-        room, found = self._block(lookup, 0), dict[int, Buffer]()
-        for s, lo, hi in spans(lookup):
+        room, found = self._allocate_block(lookup, 0), dict[int, Buffer]()
+        for s, lo, hi in find_spans(lookup):
             counts = lookup.counts[lo:hi] if uses else None
             found[self.first + s] = wire_format.encode_pull(lookup.ids[lo:hi], counts, self.half, room).data
         return found
 
-    def _block(self, lookup: Lookup, row: int) -> wire_format.Allocator:
+    def _allocate_block(self, lookup: Lookup, row: int) -> wire_format.Allocator:
         """Allocate one block for all pieces of a request, and return an allocator that divides this block.
 
         `row` is the number of bytes of an id's gradient (0 in a pull).
         """
         size = 40 * (self.table.segments + 1) + len(lookup.ids) * (12 + row)
-        return wire_format.block_allocator(self.session.allocate, size)
+        return wire_format.make_block_allocator(self.session.allocate, size)
 
     def landing(self, lookup: Lookup, rows: Tensor) -> dict[int, Buffer] | None:
         """Return a dict from each segment to the part of `rows` into which the session writes the segment's answer.
@@ -149,13 +149,13 @@ class TableClient:
         if self.half:
             return None
         memory = rows.numpy()
-        return {self.first + s: memory[lo:hi].data.cast("B") for s, lo, hi in spans(lookup)}
+        return {self.first + s: memory[lo:hi].data.cast("B") for s, lo, hi in find_spans(lookup)}
 
     def convert_answers(self, lookup: Lookup, rows: Tensor, answers: SegmentReplies) -> None:
         """Convert answers in half precision and write them to `rows`. Other answers are in `rows` already."""
         if not self.half:
             return
-        for s, lo, hi in spans(lookup):
+        for s, lo, hi in find_spans(lookup):
             rows[lo:hi] = wire_format.decode_rows(answers.pieces[self.first + s], hi - lo, self.table, half=True)
 
     # ---- gradients
@@ -172,7 +172,7 @@ class TableClient:
             return
         self._pending.append((ids, grads.detach()))
 
-    def _arrived(self) -> list[tuple[Lookup, Tensor]]:
+    def _collect_arrived(self) -> list[tuple[Lookup, Tensor]]:
         """Return the gradients of the next push, after the wait for those that are on their way from a device."""
         downloads, self._downloads = self._downloads, []
         self._pending += [(lookup, download.wait()) for lookup, download in downloads]
@@ -180,30 +180,30 @@ class TableClient:
 
     def gradient_fault(self) -> int | None:
         """Return the first id whose gradient in the next push is not finite, or None if all are finite."""
-        for lookup, grads in self._arrived():
+        for lookup, grads in self._collect_arrived():
             if not is_finite(grads):
-                return int(lookup.ids[first_not_finite(grads) // self.table.dim])
+                return int(lookup.ids[find_not_finite(grads) // self.table.dim])
         return None
 
     def square(self) -> Tensor:
         """Return the squared Euclidean norm of the next push, in which the gradients of equal ids are summed."""
-        if len(self._arrived()) > 1:
-            self._pending = [merged(self._pending, self.table)]
+        if len(self._collect_arrived()) > 1:
+            self._pending = [merge_lookups(self._pending, self.table)]
         return sum((square_of(grads) for _, grads in self._pending), torch.zeros((), dtype=torch.float64))
 
     def scale(self, factor: float) -> None:
         """Multiply the next push by `factor`."""
-        self._pending = [(lookup, grads * factor) for lookup, grads in self._arrived()]
+        self._pending = [(lookup, grads * factor) for lookup, grads in self._collect_arrived()]
 
     def pieces(self) -> dict[int, Buffer]:
         """Return the next push as a dict from every segment of the table to its piece; then begin an empty push."""
-        pending, self._pending = self._arrived(), []
-        lookup, grads = pending[0] if len(pending) == 1 else merged(pending, self.table)
+        pending, self._pending = self._collect_arrived(), []
+        lookup, grads = pending[0] if len(pending) == 1 else merge_lookups(pending, self.table)
         ids, counts, rows = lookup.ids, lookup.counts, grads.numpy()
-        room = self._block(lookup, rows.itemsize * self.table.dim)
-        empty = wire_format.empty_push(self.table, room).data
+        room = self._allocate_block(lookup, rows.itemsize * self.table.dim)
+        empty = wire_format.encode_empty_push(self.table, room).data
         found: dict[int, Buffer] = dict.fromkeys(range(self.first, self.first + self.table.segments), empty)
-        for s, lo, hi in spans(lookup):
+        for s, lo, hi in find_spans(lookup):
             push = wire_format.encode_push(ids[lo:hi], rows[lo:hi], counts[lo:hi], self.half, room)
             found[self.first + s] = push.data
         return found

@@ -54,7 +54,7 @@ class Delta:
     gone: Ids
 
 
-def schema(table: SparseTable) -> pa.Schema:
+def make_schema(table: SparseTable) -> pa.Schema:
     """Return the Arrow schema of a table's deltas."""
     number = pa.from_numpy_dtype(np.dtype(table.dtype))
     return pa.schema(
@@ -62,7 +62,7 @@ def schema(table: SparseTable) -> pa.Schema:
     )
 
 
-def delta(segment: TableSegment, since: int) -> bytes:
+def encode_delta(segment: TableSegment, since: int) -> bytes:
     """Encode the rows that changed or were evicted in versions after `since`, as an Arrow IPC stream."""
     with segment.store.lock:
         evicted = segment.life.evicted_since(since) if since > 0 else None
@@ -82,13 +82,18 @@ def delta(segment: TableSegment, since: int) -> bytes:
         "version": version,
         "whole": whole,
     }
-    kind = schema(table).with_metadata({_KEY: json.dumps(head)})
+    kind = make_schema(table).with_metadata({_KEY: json.dumps(head)})
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, kind) as writer:
         rows = pa.FixedSizeListArray.from_arrays(pa.array(columns.rows.reshape(-1)), type=kind.field("row").type)
         writer.write_batch(
             pa.record_batch(
-                [pa.array(columns.ids), rows, pa.array(columns.life[:, USED].copy()), _all(False, len(columns.ids))],
+                [
+                    pa.array(columns.ids),
+                    rows,
+                    pa.array(columns.life[:, USED].copy()),
+                    _fill_array(False, len(columns.ids)),
+                ],
                 schema=kind,
             )
         )
@@ -99,7 +104,7 @@ def delta(segment: TableSegment, since: int) -> bytes:
                         pa.array(gone),
                         pa.nulls(len(gone), kind.field("row").type),
                         pa.array(np.full(len(gone), version)),
-                        _all(True, len(gone)),
+                        _fill_array(True, len(gone)),
                     ],
                     schema=kind,
                 )
@@ -107,7 +112,7 @@ def delta(segment: TableSegment, since: int) -> bytes:
     return bytes(sink.getvalue())
 
 
-def _all(value: bool, count: int) -> pa.Array:
+def _fill_array(value: bool, count: int) -> pa.Array:
     return pa.array(np.full(count, value))
 
 

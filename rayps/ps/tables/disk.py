@@ -71,7 +71,7 @@ class Disk:
 
     def put(self, ids: Ids, values: FieldValues) -> None:
         """Store records of ids that have none. `values` maps each field to [n, width], in the order of the ids."""
-        raw = np.concatenate([_bytes(values[field.name]) for field in self._fields], axis=1)
+        raw = np.concatenate([_view_bytes(values[field.name]) for field in self._fields], axis=1)
         order = np.argsort(ids)
         records = raw[order].reshape(-1).data
         size = self._size
@@ -94,7 +94,7 @@ class Disk:
         """Return bool [n]: True for every id that has a record, and rarely for an id that has none."""
         found = np.full(len(ids), self._count > 0)
         if self._count:
-            for byte, bit in self._places(ids):
+            for byte, bit in self._find_places(ids):
                 found &= (self._filter.take(byte) & bit) != 0
         return found
 
@@ -152,10 +152,10 @@ class Disk:
         return ids, values
 
     def _mark(self, ids: Ids) -> None:
-        for byte, bit in self._places(ids):
+        for byte, bit in self._find_places(ids):
             np.bitwise_or.at(self._filter, byte, bit)
 
-    def _places(self, ids: Ids) -> Iterator[tuple[Ids, Bytes]]:
+    def _find_places(self, ids: Ids) -> Iterator[tuple[Ids, Bytes]]:
         hashed = mix(ids)
         step = (hashed >> np.uint64(32)) | np.uint64(1)
         for _ in range(_HASHES):
@@ -164,5 +164,5 @@ class Disk:
             hashed = hashed + step
 
 
-def _bytes(values: Rows) -> Bytes:
+def _view_bytes(values: Rows) -> Bytes:
     return np.ascontiguousarray(values).view(np.uint8).reshape(len(values), -1)

@@ -19,7 +19,7 @@ from rayps_client.values import Buffer, Json
 from torch import Tensor, nn
 from torch.nn import functional
 
-from rayps.core.job.user_code import peers_awaited, user_code
+from rayps.core.job.user_code import pause_clock, user_code
 from rayps.core.strategy.server_updates import PlainServers, update_of
 from rayps.core.strategy.topology import Servers
 from rayps.data.base import Batch
@@ -30,7 +30,7 @@ from rayps.ps.tables.ids import GivenIds, hash_ids, ids_of
 from rayps.ps.tables.local import InProcess, TableSession
 from rayps.ps.tables.lookup import Lookup
 from rayps.ps.tables.row_lifecycle import RowPolicy
-from rayps.ps.tables.table_options import Options, TableOptions, made_table, wire_of
+from rayps.ps.tables.table_options import Options, TableOptions, make_table, wire_of
 from rayps.workload.base import Workload
 
 MODES = ("sum", "mean")
@@ -55,7 +55,7 @@ class _Rows(nn.Module):
         segments: int = 16,
     ) -> None:
         super().__init__()
-        self.table = made_table(
+        self.table = make_table(
             dim, table, seed=seed, init=init, optimizer=optimizer, policy=policy, dtype=dtype, segments=segments
         )
         self.wire = wire_of(wire)
@@ -86,25 +86,25 @@ class _Rows(nn.Module):
 
     def _bound_tables(self) -> Tables:
         if self._tables is None:
-            self._bind(_local([self.table]))
+            self._bind(_make_local([self.table]))
         assert self._tables is not None
         return self._tables
 
     def _pull_rows(self, ids: Tensor) -> tuple[Lookup, Tensor]:
         """Return the lookup of the ids and its rows [n, dim]. A backward adds the rows' gradient to the next push."""
         client, learns = self._client(), torch.is_grad_enabled()
-        with peers_awaited():
+        with pause_clock():
             lookup, rows = client.rows(ids, learns=learns)
         if learns:
             rows = rows.detach().requires_grad_()
-            rows.register_post_accumulate_grad_hook(_gradient_hook(client, lookup))  # type: ignore[no-untyped-call]
+            rows.register_post_accumulate_grad_hook(_make_gradient_hook(client, lookup))  # type: ignore[no-untyped-call]
         return lookup, rows
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_tables": None}  # connections and rows are not pickled
 
 
-def _gradient_hook(client: TableClient, lookup: Lookup) -> Callable[[Tensor], None]:
+def _make_gradient_hook(client: TableClient, lookup: Lookup) -> Callable[[Tensor], None]:
     def hook(rows: Tensor) -> None:
         if rows.grad is not None:
             client.gradient(lookup, rows.grad)
@@ -174,7 +174,7 @@ class EmbeddingBag(_Rows):
         offsets[i]. `per_sample_weights`, of the shape of `ids`, multiply the rows (only with mode "sum").
         """
         given = ids_of(ids, self.table.name)
-        offsets = self._offsets(given, offsets)
+        offsets = self._check_given_offsets(given, offsets)
         bags = len(given) if offsets is None else len(offsets)
         if not given.numel():
             return torch.zeros(bags, self.dim, dtype=getattr(torch, self.table.dtype), device=given.device)
@@ -184,18 +184,18 @@ class EmbeddingBag(_Rows):
         numbers = lookup.numbers.to(given.device)
         return functional.embedding_bag(numbers, rows, offsets, mode=self.mode, per_sample_weights=per_sample_weights)
 
-    def _offsets(self, ids: Tensor, offsets: Tensor | None) -> Tensor | None:
+    def _check_given_offsets(self, ids: Tensor, offsets: Tensor | None) -> Tensor | None:
         if ids.dim() == 2 and offsets is None:
             return None
         if ids.dim() == 1 and offsets is not None:
-            return self._checked(torch.as_tensor(offsets, device=ids.device), len(ids))
+            return self._check_offsets(torch.as_tensor(offsets, device=ids.device), len(ids))
         with_offsets = "without" if offsets is None else "with"
         raise WorkloadError(
             f"EmbeddingBag {self.table.name!r} got ids of shape {list(ids.shape)} {with_offsets} offsets: "
             "give [bags, n] without offsets, or [m] with offsets [bags]"
         )
 
-    def _checked(self, offsets: Tensor, ids: int) -> Tensor:
+    def _check_offsets(self, offsets: Tensor, ids: int) -> Tensor:
         good = offsets.dim() == 1 and not offsets.is_floating_point()
         if good and len(offsets):
             good = int(offsets[0]) == 0 and int(offsets[-1]) <= ids and bool((offsets.diff() >= 0).all())
@@ -230,7 +230,7 @@ def tables_of(model: nn.Module) -> tuple[SparseTable, ...]:
     found: dict[str, _Rows] = {}
     for module in rows_of(model):
         first = found.setdefault(module.table.name, module)
-        for name, one, other in _differences(first, module):
+        for name, one, other in _find_differences(first, module):
             raise ConfigError(
                 f"table {module.table.name!r} has {name} {one!r} in one module and {other!r} in another: "
                 "give both modules the same options, or tables of different names",
@@ -239,13 +239,13 @@ def tables_of(model: nn.Module) -> tuple[SparseTable, ...]:
     return tuple(module.table for module in found.values())
 
 
-def _differences(a: _Rows, b: _Rows) -> Iterator[tuple[str, Json, Json]]:
-    yield from _unlike(a.table, b.table)
+def _find_differences(a: _Rows, b: _Rows) -> Iterator[tuple[str, Json, Json]]:
+    yield from _compare_tables(a.table, b.table)
     if a.wire != b.wire:
         yield "wire", a.wire, b.wire
 
 
-def _unlike(a: SparseTable, b: SparseTable) -> Iterator[tuple[str, Json, Json]]:
+def _compare_tables(a: SparseTable, b: SparseTable) -> Iterator[tuple[str, Json, Json]]:
     for field in dataclasses.fields(SparseTable):
         one, other = getattr(a, field.name), getattr(b, field.name)
         if one != other:
@@ -268,7 +268,7 @@ def bind(
     """
     for table in tables_of(model):
         held, _ = space.table(table.name)
-        for name, there, here in _unlike(held, dataclasses.replace(table, segments=held.segments)):
+        for name, there, here in _compare_tables(held, dataclasses.replace(table, segments=held.segments)):
             raise ConfigError(
                 f"table {table.name!r} has {name} {there!r} on the servers and {here!r} in the model: "
                 "change the model, or use another table name",
@@ -285,13 +285,13 @@ def local(model: nn.Module) -> Tables | None:
     found = tables_of(model)
     if not found:
         return None
-    tables = _local(found)
+    tables = _make_local(found)
     for module in rows_of(model):
         module._bind(tables)
     return tables
 
 
-def _local(found: Iterable[SparseTable]) -> Tables:
+def _make_local(found: Iterable[SparseTable]) -> Tables:
     cut = tuple(dataclasses.replace(table, segments=1) for table in found)
     space = Space("local", 0, 1, PlainServers(Servers(update=update_of(0), tables=True)), tables=cut)
     return Tables(InProcess(space), space)
@@ -299,7 +299,7 @@ def _local(found: Iterable[SparseTable]) -> Tables:
 
 def save(model: nn.Module, folder: str | Path) -> None:
     """Write a model's tables, which are in this process, as Parquet files into `folder`/NAME. `load` reads them."""
-    for tables, session in _locals(model):
+    for tables, session in _find_local(model):
         for client in tables.clients.values():
             segment = session.segments[client.first]
             parquet.write(Path(folder) / client.table.name, client.table, [segment.dump()])
@@ -345,11 +345,11 @@ def step(model: nn.Module) -> None:
 
     Without this call, the gradients are added to those of the next backward.
     """
-    for tables, _ in _locals(model):
+    for tables, _ in _find_local(model):
         tables.push(tables.step, 1.0)
 
 
-def _locals(model: nn.Module) -> list[tuple[Tables, InProcess]]:
+def _find_local(model: nn.Module) -> list[tuple[Tables, InProcess]]:
     """Return the clients of a model's tables, each with its session in this process.
 
     Raises ConfigError if the tables are on servers.

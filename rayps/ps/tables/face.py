@@ -7,7 +7,7 @@ from rayps.ps.tables.follower import Follower
 FACE = TableFace(
     check=table_segment.check_table,
     make_segment=table_segment.make_segment,
-    first_state=table_segment.first_state,
+    first_state=table_segment.make_first_state,
     skip_steps=segment_state.skip_steps,
     write=parquet.write,
     read=parquet.read,

@@ -9,7 +9,7 @@ import numpy as np
 
 from rayps.ps.client.connections import MapSource
 from rayps.ps.client.session import Session
-from rayps.ps.protocol.messages import GroupMessage, numbers
+from rayps.ps.protocol.messages import GroupMessage, pack_numbers
 from rayps.ps.protocol.space import Space
 from rayps.ps.tables.delta import Served, read_delta
 from rayps.ps.tables.wire_format import bucket
@@ -36,7 +36,7 @@ class Follower:
         """
         known = self._served.versions
         found = self._session.exchange(
-            GroupMessage.CHANGES, {i: numbers([known.get(i - self._first, 0)]) for i in self._segments}
+            GroupMessage.CHANGES, {i: pack_numbers([known.get(i - self._first, 0)]) for i in self._segments}
         )
         changed = 0
         for payload in found.pieces.values():

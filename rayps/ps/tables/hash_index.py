@@ -44,7 +44,7 @@ class HashIndex:
     def find(self, ids: Ids) -> Slots:
         """Return the slot of each id, int64 [n]; `ABSENT` for an id that is not in the index."""
         cells, keys, mask = self._cells, self.keys, len(self._cells) - 1
-        place = self._first(ids)
+        place = self._find_first(ids)
         slots = cells.take(place).astype(np.int64)
         rest = (keys.take(slots, mode="clip") != ids).nonzero()[0]
         if len(rest):
@@ -64,7 +64,7 @@ class HashIndex:
             step += _STEPS
         return slots
 
-    def _first(self, ids: Ids) -> Slots:
+    def _find_first(self, ids: Ids) -> Slots:
         """Return the first cell of each id's probe sequence."""
         place = mix(ids)
         place &= np.uint64(len(self._cells) - 1)
@@ -87,7 +87,7 @@ class HashIndex:
         self._copy_shared()
         cells, mask = self._cells, len(self._cells) - 1
         slots = self.find(ids)
-        place = self._first(ids)
+        place = self._find_first(ids)
         rest, step = np.arange(len(ids)), 0
         while len(rest):
             step += 1
@@ -148,7 +148,7 @@ class HashIndex:
         If several slots want the same cell, the last one gets it, and the others try their next cells.
         """
         cells, mask = self._cells, len(self._cells) - 1
-        place = self._first(ids)
+        place = self._find_first(ids)
         rest, step = slots.astype(np.int32), 0
         while len(rest):
             step += 1

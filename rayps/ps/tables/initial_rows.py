@@ -49,7 +49,7 @@ def _read(table: SparseTable) -> tuple[str, float]:
     return str(name), float(value)
 
 
-def initial(table: SparseTable, ids: Ids) -> Rows:
+def draw_initial(table: SparseTable, ids: Ids) -> Rows:
     """Return the initial values of the rows of n ids, [n, dim] of the table's dtype.
 
     Under "normal" an element is one of 65,536 equally likely quantiles of the normal distribution with mean 0 and
@@ -65,16 +65,18 @@ def initial(table: SparseTable, ids: Ids) -> Rows:
         part = found[lo : lo + _BLOCK]
         if name == "normal":
             np.multiply(
-                _normals(dtype.name).take(_bits(table, ids[lo : lo + _BLOCK], np.uint16)), dtype.type(value), out=part
+                _normals(dtype.name).take(_draw_bits(table, ids[lo : lo + _BLOCK], np.uint16)),
+                dtype.type(value),
+                out=part,
             )
         else:
-            spread = _bits(table, ids[lo : lo + _BLOCK], np.uint32).astype(np.float64)
+            spread = _draw_bits(table, ids[lo : lo + _BLOCK], np.uint32).astype(np.float64)
             np.multiply(spread + 0.5, 2.0**-31, out=spread)
             part[:] = (spread - 1.0) * value
     return found
 
 
-def _bits(table: SparseTable, ids: Ids, kind: type[_Bits]) -> NDArray[_Bits]:
+def _draw_bits(table: SparseTable, ids: Ids, kind: type[_Bits]) -> NDArray[_Bits]:
     """Return pseudo-random whole numbers [n, dim] of the dtype `kind` (16 or 32 bits), computed from seed and ids."""
     words = -(-table.dim * np.dtype(kind).itemsize // 8)
     key = mix(ids ^ np.int64(key_of(table.seed)))

@@ -91,7 +91,7 @@ def lookup_of(ids: Tensor, table: SparseTable) -> Lookup:
     return Lookup(keys[starts[:-1]], counts, np.searchsorted(starts, bounds).tolist(), inverse)
 
 
-def merged(pending: list[tuple[Lookup, Tensor]], table: SparseTable) -> tuple[Lookup, Tensor]:
+def merge_lookups(pending: list[tuple[Lookup, Tensor]], table: SparseTable) -> tuple[Lookup, Tensor]:
     """Merge the gradients of any number of lookups. Gradients and counts of equal ids are summed."""
     ids = np.concatenate([np.empty(0, np.int64), *(lookup.ids for lookup, _ in pending)])
     one = lookup_of(torch.from_numpy(ids), table)
@@ -102,7 +102,7 @@ def merged(pending: list[tuple[Lookup, Tensor]], table: SparseTable) -> tuple[Lo
     return one, grads
 
 
-def spans(lookup: Lookup) -> list[tuple[int, int, int]]:
+def find_spans(lookup: Lookup) -> list[tuple[int, int, int]]:
     """Return (segment, index of its first row, index after its last row) for each segment with ids in the lookup."""
     bounds = lookup.bounds
     return [(s, bounds[s], bounds[s + 1]) for s in range(len(bounds) - 1) if bounds[s] < bounds[s + 1]]

@@ -12,7 +12,7 @@ from rayps.ps.protocol.space import SparseTable
 from rayps.ps.tables.wire_format import DTYPES, Counts, Ids, TablePush
 
 
-def union(table: SparseTable, pushes: Sequence[TablePush]) -> tuple[Ids, Counts, list[Tensor]]:
+def unite_pushes(table: SparseTable, pushes: Sequence[TablePush]) -> tuple[Ids, Counts, list[Tensor]]:
     """Return the union of the pushed ids [n], their summed counts [n], and for each push its gradients [n, dim].
 
     If a push does not contain an id of the union, its gradient of this id is 0. If no push has ids, there are no

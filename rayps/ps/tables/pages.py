@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rayps.ps.tables.wire_format import Rows, Slots, cells
+from rayps.ps.tables.wire_format import Rows, Slots, view_cells
 
 BITS = 6
 ROWS = 1 << BITS  # rows of a page; few, because a write copies a whole page, and the ids of a push are in many pages
@@ -38,7 +38,7 @@ class _Column:
         self.width, self.dtype = field.width, np.dtype(field.dtype)
         self._memory: mmap.mmap | None = None
         self.rows: Rows = np.empty((0, self.width), self.dtype)
-        self.cells = cells(self.rows)
+        self.cells = view_cells(self.rows)
 
     def grow(self, rows: int) -> None:
         """Grow to `rows` rows; the new rows are zeros."""
@@ -55,17 +55,17 @@ class _Column:
             SystemError,
             ValueError,
         ):  # another thread is reading the memory, or the system cannot remap it
-            before = None if self._memory is None else _array(self._memory, self.dtype, held, self.width)
+            before = None if self._memory is None else _view_array(self._memory, self.dtype, held, self.width)
             self._memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             if hasattr(mmap, "MADV_HUGEPAGE") and size >= 1 << 22:
                 self._memory.madvise(mmap.MADV_HUGEPAGE)  # rows are read in random order: fewer TLB misses
             if before is not None:
-                _array(self._memory, self.dtype, held, self.width)[:] = before
-        self.rows = _array(self._memory, self.dtype, rows, self.width)
-        self.cells = cells(self.rows)
+                _view_array(self._memory, self.dtype, held, self.width)[:] = before
+        self.rows = _view_array(self._memory, self.dtype, rows, self.width)
+        self.cells = view_cells(self.rows)
 
 
-def _array(memory: mmap.mmap, dtype: np.dtype[np.generic], rows: int, width: int) -> Rows:
+def _view_array(memory: mmap.mmap, dtype: np.dtype[np.generic], rows: int, width: int) -> Rows:
     return np.frombuffer(memory, dtype, rows * width).reshape(rows, width)
 
 
@@ -114,7 +114,7 @@ class Pages:
         return found
 
 
-def places(table: Slots, slots: Slots) -> Slots:
+def find_places(table: Slots, slots: Slots) -> Slots:
     """Return the row numbers in the columns of a store's slots; `table` is the store's page table."""
     found: Slots = (table[slots >> BITS] << BITS) + (slots & _MASK)
     return found

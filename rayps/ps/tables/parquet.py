@@ -97,10 +97,10 @@ def write(folder: str | Path, table: SparseTable, states: Iterable[Buffer]) -> l
 
 def as_arrow(table: SparseTable, fields: Sequence[Field], columns: Columns) -> pa.Table:
     """Return rows as an Arrow table that shares their memory."""
-    found = {"id": pa.array(columns.ids), "row": _lists(columns.rows, table.dim)}
+    found = {"id": pa.array(columns.ids), "row": _make_lists(columns.rows, table.dim)}
     for field in fields:
         value = columns.state[field.name]
-        found[field.name] = pa.array(value[:, 0]) if field.width == 1 else _lists(value, field.width)
+        found[field.name] = pa.array(value[:, 0]) if field.width == 1 else _make_lists(value, field.width)
     for name, value in zip(_LIFE, columns.life.T, strict=True):
         found[name] = pa.array(np.ascontiguousarray(value))
     return pa.table(found)
@@ -112,8 +112,8 @@ def as_columns(table: SparseTable, fields: Sequence[Field], given: pa.Table) -> 
     Raises CheckpointError if a column is missing or has another width.
     """
     try:
-        rows = _array(given["row"], table.dim, table.dtype)
-        values = {field.name: _array(given[field.name], field.width, field.dtype) for field in fields}
+        rows = _read_array(given["row"], table.dim, table.dtype)
+        values = {field.name: _read_array(given[field.name], field.width, field.dtype) for field in fields}
         life = np.stack([given[name].to_numpy() for name in _LIFE], axis=1)
         return Columns(given["id"].to_numpy(), rows, values, life)
     except (KeyError, ValueError, AttributeError, pa.ArrowInvalid) as error:
@@ -123,11 +123,11 @@ def as_columns(table: SparseTable, fields: Sequence[Field], given: pa.Table) -> 
         ) from error
 
 
-def _lists(values: Rows, width: int) -> pa.Array:
+def _make_lists(values: Rows, width: int) -> pa.Array:
     return pa.FixedSizeListArray.from_arrays(pa.array(np.ascontiguousarray(values).reshape(-1)), width)
 
 
-def _array(column: pa.ChunkedArray, width: int, dtype: str) -> Rows:
+def _read_array(column: pa.ChunkedArray, width: int, dtype: str) -> Rows:
     held = column.combine_chunks()
     if isinstance(held, pa.ChunkedArray):
         held = held.chunk(0) if held.num_chunks else pa.array([], held.type)
@@ -155,7 +155,7 @@ def read(
     files = sorted(Path(folder).glob("rows-*.parquet"))
     if not files:
         raise table.error(CheckpointError, f"no files rows-*.parquet in {folder}")
-    heads = [_head(path, table) for path in files]
+    heads = [_read_head(path, table) for path in files]
     if heads[0]["segments"] != len(files):
         raise table.error(
             CheckpointError, f"{folder} has {len(files)} files rows-*.parquet; expected {heads[0]['segments']}"
@@ -171,7 +171,7 @@ def read(
         if marks is not None or len(head["ledger"]["marks"]) != workers:
             head["ledger"] = Ledger(marks or [0] * workers).to_json()
         columns = as_columns(table, fields, _load(path))
-        yield index, _state(columns, head, _counted(path))
+        yield index, _pack_state(columns, head, _read_counted(path))
 
 
 def _cut_anew(
@@ -180,7 +180,7 @@ def _cut_anew(
     parts: dict[int, list[tuple[Columns, Columns]]] = {index: [] for index in wanted}
     empty = {field.name: np.empty((0, field.width), field.dtype) for field in fields}
     for path in files:
-        columns, (ids, seen) = as_columns(table, fields, _load(path)), _counted(path)
+        columns, (ids, seen) = as_columns(table, fields, _load(path)), _read_counted(path)
         counted = Columns(ids, seen, {}, seen)
         order, bounds = split(columns.ids, table.segments)
         columns = columns.take(order)  # group the rows by segment, once for all segments
@@ -189,8 +189,8 @@ def _cut_anew(
             mine = columns.take(slice(bounds[index], bounds[index + 1]))
             parts[index].append((mine, counted.take(np.flatnonzero(held == index))))
     for index in wanted:
-        rows = _joined([each for each, _ in parts[index]], empty)
-        counted = _joined([each for _, each in parts.pop(index)], {})
+        rows = _join([each for each, _ in parts[index]], empty)
+        counted = _join([each for _, each in parts.pop(index)], {})
         life: LifeHead = {"evicted": 0, "known_from": clock[0], "log": []}
         head: SegmentHead = {
             "table": table.name,
@@ -201,17 +201,17 @@ def _cut_anew(
             "ledger": clock[1].to_json(),
             "life": life,
         }
-        yield index, _state(rows, head, _Counted(counted.ids, counted.life))
+        yield index, _pack_state(rows, head, _Counted(counted.ids, counted.life))
 
 
-def _joined(several: list[Columns], none: FieldValues) -> Columns:
+def _join(several: list[Columns], none: FieldValues) -> Columns:
     ids = np.concatenate([each.ids for each in several])
     whole = {name: np.concatenate([each.state[name] for each in several]) for name in none}
     rows, life = (np.concatenate(parts) for parts in zip(*((each.rows, each.life) for each in several), strict=True))
     return Columns(ids, rows, whole, life).take(np.argsort(ids))
 
 
-def _state(columns: Columns, head: SegmentHead, counted: _Counted) -> bytes:
+def _pack_state(columns: Columns, head: SegmentHead, counted: _Counted) -> bytes:
     life = head["life"]
     if life["log"]:  # the ids of evicted rows are not saved; a delta since an earlier version will be whole
         life = {"evicted": life["evicted"], "known_from": head["version"], "log": []}
@@ -227,7 +227,7 @@ def _state(columns: Columns, head: SegmentHead, counted: _Counted) -> bytes:
     )
 
 
-def _head(path: Path, table: SparseTable) -> SegmentHead:
+def _read_head(path: Path, table: SparseTable) -> SegmentHead:
     try:
         found: _Metadata = json.loads(pq.read_schema(path).metadata[_KEY])
         head = found["head"]
@@ -247,7 +247,7 @@ def _load(path: Path) -> pa.Table:
     return pq.read_table(path, memory_map=True)
 
 
-def _counted(path: Path) -> _Counted:
+def _read_counted(path: Path) -> _Counted:
     beside = path.with_name(path.name.replace("rows-", "counted-"))
     if not beside.exists():
         return _Counted(np.empty(0, np.int64), np.zeros((0, 2), np.int64))

@@ -159,11 +159,11 @@ class RowLifecycle:
 
     def _drop_oldest(self) -> None:
         if len(self._index) > self._most:
-            ids, seen = self._candidates()
+            ids, seen = self._list_candidates()
             order = np.lexsort((ids, seen[:, 0], seen[:, 1]))
             self._index.delete(ids[order[: len(ids) // 2]])
 
-    def _candidates(self) -> tuple[Ids, NDArray[np.int64]]:
+    def _list_candidates(self) -> tuple[Ids, NDArray[np.int64]]:
         slots = self._index.slots()
         return self._index.keys[slots], self._seen[slots] if len(slots) else np.zeros((0, 2), np.int64)
 
@@ -219,7 +219,7 @@ class RowLifecycle:
 
     def dump(self) -> tuple[LifeHead, dict[str, Ids]]:
         """Return the state as JSON data and arrays."""
-        ids, seen = self._candidates()
+        ids, seen = self._list_candidates()
         order = np.argsort(ids)
         logged = [ids for _, ids in self.log]
         return (

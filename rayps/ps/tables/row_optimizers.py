@@ -88,7 +88,10 @@ class Adam:
     def __init__(self, table: SparseTable, lr: float, betas: tuple[float, float], eps: float) -> None:
         self._betas = tuple(betas)
         self.options: OptimizerOptions = {"lr": lr, "betas": betas, "eps": eps}
-        self._roots, self._firsts = np.ones(1), np.ones(1)  # the two bias corrections of each step: see `_corrections`
+        self._roots, self._firsts = (
+            np.ones(1),
+            np.ones(1),
+        )  # the two bias corrections of each step: see `_compute_corrections`
         self._last = 1  # from this step on both corrections are 1, to the bit
         while max(betas) ** self._last > 2.0**-54:
             self._last *= 2
@@ -108,24 +111,24 @@ class Adam:
         part = grad.pow_(2).sub_(square).mul_(1 - second)
         denom = part.add_(square)
         square.copy_(denom)
-        sizes = torch.from_numpy(self._size(taken.numpy(), now["lr"], (first, second))).to(rows.dtype)
+        sizes = torch.from_numpy(self._compute_size(taken.numpy(), now["lr"], (first, second))).to(rows.dtype)
         rows.add_(numer.div_(denom.sqrt_().add_(now["eps"])).mul_(sizes))
 
-    def _size(self, steps: NDArray[np.int64], lr: float, betas: Betas) -> _Doubles:
+    def _compute_size(self, steps: NDArray[np.int64], lr: float, betas: Betas) -> _Doubles:
         """Return the negated step size at each step number, with the rounding of Python's float arithmetic."""
         if betas != self._betas:  # a schedule has changed them
             known, places = np.unique(steps, return_inverse=True)
-            roots, firsts = _corrections(known.tolist(), betas)
+            roots, firsts = _compute_corrections(known.tolist(), betas)
             return (-lr * roots / firsts)[places.reshape(steps.shape)]
         steps = np.minimum(steps, self._last)
         for t in range(len(self._roots), int(steps.max(initial=0)) + 1):
             if t == len(self._roots):  # computed for twice as many steps at once
-                roots, firsts = _corrections(range(t, min(2 * t, self._last) + 1), betas)
+                roots, firsts = _compute_corrections(range(t, min(2 * t, self._last) + 1), betas)
                 self._roots, self._firsts = np.append(self._roots, roots), np.append(self._firsts, firsts)
         return -lr * self._roots[steps] / self._firsts[steps]
 
 
-def _corrections(steps: Iterable[int], betas: Betas) -> tuple[_Doubles, _Doubles]:
+def _compute_corrections(steps: Iterable[int], betas: Betas) -> tuple[_Doubles, _Doubles]:
     """Return sqrt(1 - b2^t) for each step t, and 1 - b1^t for each step t."""
     steps = list(steps)
     first, second = betas
@@ -195,7 +198,7 @@ class TableSchedule:
     def __init__(self, scheduled: Scheduled, table: SparseTable, rule: RowRule) -> None:
         """Prepare the schedule of a table. Raises WorkloadError if the schedule cannot be evaluated."""
         self._table, self._rule, self._scheduled = table, rule, scheduled
-        self._rates = Rates(scheduled.recipe.make, lambda: _torch_optimizer(table, rule))
+        self._rates = Rates(scheduled.recipe.make, lambda: _make_torch_optimizer(table, rule))
 
     def at(self, number: int) -> OptimizerOptions:
         """Return the options in round `number`.
@@ -215,7 +218,7 @@ class TableSchedule:
         return now
 
 
-def _torch_optimizer(table: SparseTable, rule: RowRule) -> Optimizer:
+def _make_torch_optimizer(table: SparseTable, rule: RowRule) -> Optimizer:
     """Return torch's optimizer with the same options over a placeholder; its group has the table's name as "table"."""
     kinds: dict[str, Callable[..., Optimizer]] = {
         "sgd": torch.optim.SGD,

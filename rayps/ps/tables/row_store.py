@@ -19,11 +19,11 @@ from torch import Tensor
 from rayps.ps.protocol.space import SparseTable
 from rayps.ps.tables.disk import Disk, FieldValues
 from rayps.ps.tables.hash_index import ABSENT, HashIndex
-from rayps.ps.tables.initial_rows import initial
-from rayps.ps.tables.pages import BITS, ROWS, Field, Pages, places, release
+from rayps.ps.tables.initial_rows import draw_initial
+from rayps.ps.tables.pages import BITS, ROWS, Field, Pages, find_places, release
 from rayps.ps.tables.row_optimizers import OptimizerOptions, RowRule
-from rayps.ps.tables.wire_format import Counts, Ids, Rows, Slots, cells
-from rayps.tensors.finite import first_not_finite, is_finite
+from rayps.ps.tables.wire_format import Counts, Ids, Rows, Slots, view_cells
+from rayps.tensors.finite import find_not_finite, is_finite
 
 _BLOCK = 4096  # rows stepped at a time: they stay in the processor's cache
 _LEAST = 64  # rows of a segment that may be in memory even if the limit is lower
@@ -35,7 +35,7 @@ _T = TypeVar("_T", bound=np.generic)
 _threads = threading.local()
 
 
-def _scratch(fields: tuple[Field, ...]) -> list[Rows]:
+def _lend_scratch(fields: tuple[Field, ...]) -> list[Rows]:
     """Return memory for a block of rows of each field. A thread gets the same memory again, which saves mapping it."""
     if getattr(_threads, "fields", None) != fields:
         _threads.fields = fields
@@ -58,14 +58,14 @@ class Columns:
         if isinstance(places, slice):
             state = {name: value[places] for name, value in self.state.items()}
             return Columns(self.ids[places], self.rows[places], state, self.life[places])
-        state = {name: _taken(value, places) for name, value in self.state.items()}
-        return Columns(self.ids[places], _taken(self.rows, places), state, _taken(self.life, places))
+        state = {name: _take(value, places) for name, value in self.state.items()}
+        return Columns(self.ids[places], _take(self.rows, places), state, _take(self.life, places))
 
 
-def _taken(values: NDArray[_T], places: Slots) -> NDArray[_T]:
+def _take(values: NDArray[_T], places: Slots) -> NDArray[_T]:
     found: NDArray[_T] = np.empty((len(places), values.shape[1]), values.dtype)
     if len(places):
-        np.take(cells(np.ascontiguousarray(values)), places, out=cells(found), mode="clip")
+        np.take(view_cells(np.ascontiguousarray(values)), places, out=view_cells(found), mode="clip")
     return found
 
 
@@ -140,10 +140,10 @@ class RowStore:
         found: Rows = np.empty((len(ids), self.table.dim), self.table.dtype) if out is None else out
         whole = slots.all()
         if whole or slots.any():
-            self._take("rows", self._places(slots), found)
+            self._take("rows", self._find_places(slots), found)
         if not whole:
             missing = np.flatnonzero(slots == ABSENT)
-            found[missing] = initial(self.table, ids[missing])
+            found[missing] = draw_initial(self.table, ids[missing])
             if self._disk is not None and self.rows_on_disk:
                 held, values = self._disk.peek(ids[missing])
                 found[np.searchsorted(ids, held)] = values["rows"]
@@ -166,7 +166,7 @@ class RowStore:
         if self._disk is None:
             self._disk = Disk(self.fields, self._folder)
         slots = self._index.slots()
-        place = self._places(slots)
+        place = self._find_places(slots)
         used = self._gather("life", place)[:, USED]
         coldest = np.argpartition(used, len(used) - self._limit * 7 // 8)[: len(used) - self._limit * 7 // 8]
         for lo in range(0, len(coldest), _BLOCK):
@@ -182,8 +182,8 @@ class RowStore:
         """
         slots = self._index.insert(ids)
         self._grow(self._index.top)
-        place = self._writable_places(slots)
-        self._put("rows", place, initial(self.table, ids))
+        place = self._make_writable(slots)
+        self._put("rows", place, draw_initial(self.table, ids))
         for field in self.rule.fields:
             self._pages.columns[field.name].rows[place] = field.start
         life = np.full((len(ids), 2), version, np.int64)
@@ -193,8 +193,8 @@ class RowStore:
 
     def count_uses(self, slots: Slots, counts: Counts, version: int) -> None:
         """Add `counts` (how often each id occurred in the batch) to the rows' use counts; set their last use."""
-        place = self._writable_places(slots)
-        life = self._life(place)
+        place = self._make_writable(slots)
+        life = self._read_life(place)
         life[:, USES] += counts
         life[:, USED] = version
         self._put("life", place, life)
@@ -207,9 +207,9 @@ class RowStore:
         """
         now = self.rule.options if now is None else now
         fault: int | None = None
-        place = self._writable_places(slots)
+        place = self._make_writable(slots)
         fields = self.fields[:-1]  # all fields except `life`
-        spare = _scratch((self.fields[0], *fields))
+        spare = _lend_scratch((self.fields[0], *fields))
         for lo in range(0, len(place), _BLOCK):
             part = place[lo : lo + _BLOCK]
             held = {field.name: value[: len(part)] for field, value in zip(fields, spare[1:], strict=True)}
@@ -219,7 +219,7 @@ class RowStore:
             g = torch.mul(grad[lo : lo + _BLOCK], scale, out=torch.from_numpy(spare[0][: len(part)]))
             self.rule.step(state["rows"], state, g, now)
             if fault is None and not all(map(is_finite, state.values())):
-                wrong = [first_not_finite(value) // value.shape[1] for value in state.values() if not is_finite(value)]
+                wrong = [find_not_finite(value) // value.shape[1] for value in state.values() if not is_finite(value)]
                 fault = lo + min(wrong)
             for name, value in held.items():
                 self._put(name, part, value)
@@ -236,7 +236,7 @@ class RowStore:
     def life(self) -> tuple[Ids, NDArray[np.int64]]:
         """Return the ids [n] of all stored rows, in any order, and [n, 2]: use count and version of the last use."""
         slots = self._index.slots()
-        ids, life = self._index.keys[slots], self._life(self._places(slots))
+        ids, life = self._index.keys[slots], self._read_life(self._find_places(slots))
         if self._disk is None or not self.rows_on_disk:
             return ids, life
         held, other = self._disk.column("life")
@@ -247,9 +247,9 @@ class RowStore:
         slots = self._index.slots() if ids is None else self._index.find(ids)
         slots = slots[slots != ABSENT]
         slots = slots[np.argsort(self._index.keys[slots])]
-        place = self._places(slots)
+        place = self._find_places(slots)
         state = {field.name: self._gather(field.name, place) for field in self.rule.fields}
-        found = Columns(self._index.keys[slots], self._gather("rows", place), state, self._life(place))
+        found = Columns(self._index.keys[slots], self._gather("rows", place), state, self._read_life(place))
         if self._disk is None or not self.rows_on_disk:
             return found
         held, values = self._disk.all() if ids is None else self._disk.peek(ids)
@@ -271,7 +271,7 @@ class RowStore:
     def _fill(self, ids: Ids, values: FieldValues) -> None:
         slots = self._index.insert(ids)
         self._grow(self._index.top)
-        place = self._writable_places(slots)
+        place = self._make_writable(slots)
         for name, value in values.items():
             self._put(name, place, value)
 
@@ -295,10 +295,10 @@ class RowStore:
             self._plain = self._plain and bool(fresh[0] == len(held)) and bool(fresh[-1] == len(held) + missing - 1)
             self._held[0] = np.concatenate([held, fresh])
 
-    def _places(self, slots: Slots) -> Slots:
-        return slots if self._plain else places(self._held[0], slots)
+    def _find_places(self, slots: Slots) -> Slots:
+        return slots if self._plain else find_places(self._held[0], slots)
 
-    def _writable_places(self, slots: Slots) -> Slots:
+    def _make_writable(self, slots: Slots) -> Slots:
         """Return the row numbers of rows that the caller will write. Shared pages of these rows are copied first."""
         if self._plain:
             return slots
@@ -307,9 +307,9 @@ class RowStore:
         shared = pages[self._pages.users[table[pages]] > 1]
         if len(shared):
             table[shared] = self._pages.copy(table[shared])
-        return places(table, slots)
+        return find_places(table, slots)
 
-    def _life(self, place: Slots) -> NDArray[np.int64]:
+    def _read_life(self, place: Slots) -> NDArray[np.int64]:
         return self._gather("life", place).view(np.int64)
 
     def _gather(self, name: str, place: Slots) -> Rows:
@@ -320,11 +320,11 @@ class RowStore:
 
     def _take(self, name: str, place: Slots, out: Rows) -> None:
         if len(place):
-            self._pages.columns[name].cells.take(place, out=cells(out), mode="clip")
+            self._pages.columns[name].cells.take(place, out=view_cells(out), mode="clip")
 
     def _put(self, name: str, place: Slots, values: Rows) -> None:
         if len(place):
-            column, held = self._pages.columns[name].cells, cells(np.ascontiguousarray(values))
+            column, held = self._pages.columns[name].cells, view_cells(np.ascontiguousarray(values))
             if column.dtype.kind == "V":  # `put` is faster than an assignment here, but slower for numbers
                 column.put(place, held, mode="clip")
             else:

@@ -25,6 +25,6 @@ class RowTransfer:
         return Download(self._device, grads.contiguous())
 
 
-def row_transfer(place: torch.device, dtype: torch.dtype) -> RowTransfer | None:
+def make_row_transfer(place: torch.device, dtype: torch.dtype) -> RowTransfer | None:
     """Return the transfer of rows to the device of a model's ids; None if it is the CPU."""
     return None if place.type == "cpu" else RowTransfer(Device.of(place), dtype)

@@ -35,7 +35,7 @@ class TableOptions(TypedDict, total=False):
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 
 
-def made_table(
+def make_table(
     dim: int,
     name: str,
     *,

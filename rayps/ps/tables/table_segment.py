@@ -23,12 +23,12 @@ from rayps.core.strategy.server_updates import weighted_mean
 from rayps.core.strategy.staleness_bound import Clock, MovedBound
 from rayps.core.strategy.strategy import ServerHalf
 from rayps.core.strategy.topology import Servers, servers_of
-from rayps.ps.protocol.members import MemberChange, MemberChangeKind, left
+from rayps.ps.protocol.members import MemberChange, MemberChangeKind, explain_left
 from rayps.ps.protocol.space import Space, SparseTable
 from rayps.ps.tables import initial_rows, segment_state
-from rayps.ps.tables.delta import delta
+from rayps.ps.tables.delta import encode_delta
 from rayps.ps.tables.hash_index import ABSENT
-from rayps.ps.tables.merge_pushes import union
+from rayps.ps.tables.merge_pushes import unite_pushes
 from rayps.ps.tables.row_lifecycle import RowLifecycle, RowPolicy
 from rayps.ps.tables.row_optimizers import OptimizerOptions, Scheduled, TableSchedule, rule_of, schedule_of
 from rayps.ps.tables.row_store import RowStore
@@ -304,7 +304,7 @@ class TableSegment:
             ValueError: there is no such rank, or too many steps were skipped.
         """
         if not self.ledger.takes_part(rank):
-            raise left(rank)
+            raise explain_left(rank)
         if not self.ledger.seen(rank, step):
             mark = self.ledger.marks[rank]
             if step - mark >= WINDOW:
@@ -334,7 +334,7 @@ class TableSegment:
         if not self._open.gathers:
             self._apply(rank, step, weight, push)
             self._update.must_be_finite(step, rank)
-            return [b"".join([_head(_PUSH, rank, step, weight), data]) if self.copied else b""]
+            return [b"".join([_encode_head(_PUSH, rank, step, weight), data]) if self.copied else b""]
         self.ledger.add(rank, step)
         if self.clock.slowest <= step:  # the round stays open, and the memory of `data` is the caller's
             push = TablePush(push.ids.copy(), push.counts.copy(), push.rows.clone())
@@ -374,7 +374,7 @@ class TableSegment:
         with self.store.lock:
             self._finish_change()
         self._close_rounds()
-        head = _head(_MEMBERS, change.rank, change.step, 0.0)
+        head = _encode_head(_MEMBERS, change.rank, change.step, 0.0)
         return [head + change.encode() if self.copied else b""]
 
     def _apply_rounds(self) -> list[bytes]:
@@ -383,7 +383,7 @@ class TableSegment:
         update = self._update
         while self._open.closed < self.clock.slowest:
             pushes, weights = self._open.take()
-            ids, counts, values = union(self.table, pushes)
+            ids, counts, values = unite_pushes(self.table, pushes)
             self.version += 1
             update.recorded = []
             with self.store.lock:
@@ -396,7 +396,7 @@ class TableSegment:
                 b"".join([_DECAYS.pack(decays), encode_push(ids, grad, counts).data])
                 for grad, decays in update.recorded
             ]
-            head = _head(_ROUND, len(pieces), self._open.closed, 0.0)
+            head = _encode_head(_ROUND, len(pieces), self._open.closed, 0.0)
             changes.append(b"".join([head, *pieces]) if self.copied else b"")
             update.recorded = []
             self._open.closed += 1
@@ -500,15 +500,15 @@ class TableSegment:
         with self.store.lock:
             if asked.counts is not None and len(asked.ids):
                 self._count_pull(asked.ids, asked.counts)
-                head = _head(_USE, rank, 0, 0.0)
+                head = _encode_head(_USE, rank, 0, 0.0)
                 changes = [b"".join([head, encode_pull(asked.ids, asked.counts).data]) if self.copied else b""]
             slots = self._slots.find(self.store, asked.ids, keep=rank >= 0)[0]
-            place = None if asked.half or out is None else self._rows_at(out, len(asked.ids))
+            place = None if asked.half or out is None else self._view_rows(out, len(asked.ids))
             rows = self.store.read(asked.ids, slots, place)
         value: Buffer = out if place is not None and out is not None else encode_rows(rows, asked.half).data
         return value, self.ledger.marks[rank] - self.clock.slowest, changes
 
-    def _rows_at(self, out: memoryview, count: int) -> Rows | None:
+    def _view_rows(self, out: memoryview, count: int) -> Rows | None:
         """Return `out` as rows [count, dim], or None if `out` has another size."""
         size = count * self.table.dim * DTYPES[self.table.dtype].itemsize
         if len(out) != size or not size:
@@ -537,7 +537,7 @@ class TableSegment:
     def _retain_wanted(self) -> None:
         if self._open.closed in self._snapshots.wanted:
             with self.store.lock:
-                self._snapshots.retain(self._open.closed, self.store, self._head_and_life())
+                self._snapshots.retain(self._open.closed, self.store, self._make_head_and_life())
 
     def part(self, rounds: int) -> bytes | None:
         """Return the state after `rounds` rounds, or None if it is not retained."""
@@ -546,10 +546,10 @@ class TableSegment:
     def dump(self) -> bytes:
         """Return the complete state, without the pushes of rounds that are not complete."""
         with self.store.lock:
-            head, arrays = self._head_and_life()
+            head, arrays = self._make_head_and_life()
             return segment_state.pack(head, {**segment_state.as_arrays(self.store.export()), **arrays})
 
-    def _head_and_life(self) -> tuple[SegmentHead, dict[str, Rows]]:
+    def _make_head_and_life(self) -> tuple[SegmentHead, dict[str, Rows]]:
         ledger = self.ledger
         if self._open.gathers:
             ledger = Ledger(min(mark, self._open.closed) for mark in ledger.marks.values())
@@ -603,7 +603,7 @@ class TableSegment:
 
         If `version` is later than the segment's, an earlier state has been loaded, and all rows are returned.
         """
-        return delta(self, version if version <= self.version else 0)
+        return encode_delta(self, version if version <= self.version else 0)
 
     def branch(self, space: Space | None = None, *, factory: Factory | None = None) -> TableSegment:
         """Return a branch of this segment, with a clock that begins at step 0; it may belong to another space.
@@ -630,7 +630,7 @@ def make_segment(space: Space, index: int, factory: Factory | None) -> TableSegm
     return TableSegment(*_table_of(space, index), space.strategy, space.workers, scheduled=scheduled)
 
 
-def first_state(space: Space, index: int, positions: Sequence[int]) -> bytes:
+def make_first_state(space: Space, index: int, positions: Sequence[int]) -> bytes:
     """Return the state of a segment without rows, at the steps `positions`."""
     return TableSegment(*_table_of(space, index), space.strategy, space.workers, positions).dump()
 
@@ -641,5 +641,5 @@ def _table_of(space: Space, index: int) -> tuple[SparseTable, int]:
     return found
 
 
-def _head(kind: int, rank: int, step: int, weight: float) -> bytes:
+def _encode_head(kind: int, rank: int, step: int, weight: float) -> bytes:
     return np.array([kind, rank, step], np.int64).tobytes() + np.float64(weight).tobytes()

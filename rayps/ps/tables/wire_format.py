@@ -97,17 +97,17 @@ def split(ids: Ids, segments: int) -> tuple[Slots, list[int]]:
     return order, bounds.tolist()
 
 
-def cells(rows: Rows) -> NDArray[np.generic]:
+def view_cells(rows: Rows) -> NDArray[np.generic]:
     """Return a view of rows [n, width] as n cells, one item for each row, because numpy copies cells faster."""
-    return rows.view(_cell(rows.shape[1] * rows.itemsize)).reshape(-1)
+    return rows.view(_make_cell_dtype(rows.shape[1] * rows.itemsize)).reshape(-1)
 
 
 @functools.cache
-def _cell(size: int) -> np.dtype[np.generic]:
+def _make_cell_dtype(size: int) -> np.dtype[np.generic]:
     return np.dtype(np.complex128) if size == 16 else np.dtype((np.void, size))  # numpy copies 16 bytes at once
 
 
-def block_allocator(room: Allocator, size: int) -> Allocator:
+def make_block_allocator(room: Allocator, size: int) -> Allocator:
     """Allocate one block of `size` bytes by `room`; return an allocator that takes consecutive parts of it."""
     left = room(size)
 
@@ -119,7 +119,7 @@ def block_allocator(room: Allocator, size: int) -> Allocator:
     return take
 
 
-def _piece(flags: int, dim: int, ids: Ids, counts: Counts | None, tail: int, room: Allocator) -> tuple[Bytes, int]:
+def _make_piece(flags: int, dim: int, ids: Ids, counts: Counts | None, tail: int, room: Allocator) -> tuple[Bytes, int]:
     """Return a piece with room for `tail` bytes of rows, which are not written yet, and the offset of the rows."""
     n = len(ids)
     rows = _HEAD + 8 * n + (0 if counts is None else (4 * n + 7) // 8 * 8)
@@ -133,7 +133,7 @@ def _piece(flags: int, dim: int, ids: Ids, counts: Counts | None, tail: int, roo
 
 def encode_pull(ids: Ids, counts: Counts | None = None, half: bool = False, room: Allocator = allocate) -> Bytes:
     """Encode a pull. With `counts` the pull stores missing rows and counts a use of all its rows."""
-    return _piece(HALF if half else 0, 0, ids, counts, 0, room)[0]
+    return _make_piece(HALF if half else 0, 0, ids, counts, 0, room)[0]
 
 
 def encode_push(
@@ -145,14 +145,14 @@ def encode_push(
     if half:
         given = torch.from_numpy(given).to(torch.bfloat16).view(torch.int16).numpy()
     size = n * dim * given.itemsize
-    found, at = _piece(_ROWS | (HALF if half else 0), dim, ids, counts, size, room)
+    found, at = _make_piece(_ROWS | (HALF if half else 0), dim, ids, counts, size, room)
     if size:
         found[at : at + size].view(given.dtype).reshape(n, dim)[:] = given
     found[at + size :] = 0
     return found
 
 
-def _head(data: Buffer, table: SparseTable, push: bool) -> tuple[Bytes, int, int, int]:
+def _read_head(data: Buffer, table: SparseTable, push: bool) -> tuple[Bytes, int, int, int]:
     if not len(data):  # no ids: the push only advances the clock
         return np.zeros(0, np.uint8), 0, 0, 0
     raw = np.frombuffer(data, np.uint8)
@@ -166,7 +166,7 @@ def _head(data: Buffer, table: SparseTable, push: bool) -> tuple[Bytes, int, int
     return raw, n, flags, dim
 
 
-def _ids(raw: Bytes, n: int, flags: int, table: SparseTable) -> tuple[Ids, Counts | None, int]:
+def _read_ids(raw: Bytes, n: int, flags: int, table: SparseTable) -> tuple[Ids, Counts | None, int]:
     end = _HEAD + 8 * n
     if not n:
         return np.empty(0, np.int64), None, end
@@ -193,8 +193,8 @@ def decode_pull(data: Buffer, table: SparseTable) -> TablePull:
     Raises:
         ConfigError: an id is negative, ids do not ascend, or the piece is not a pull.
     """
-    raw, n, flags, _ = _head(data, table, push=False)
-    ids, counts, _ = _ids(raw, n, flags, table)
+    raw, n, flags, _ = _read_head(data, table, push=False)
+    ids, counts, _ = _read_ids(raw, n, flags, table)
     return TablePull(ids, counts, bool(flags & HALF))
 
 
@@ -205,8 +205,8 @@ def decode_push(data: Buffer, table: SparseTable) -> TablePush:
         ConfigError: an id is negative, ids do not ascend, the piece is not a push, the rows have another dim than the
             table, or a row is not finite.
     """
-    raw, n, flags, dim = _head(data, table, push=True)
-    ids, counts, at = _ids(raw, n, flags, table)
+    raw, n, flags, dim = _read_head(data, table, push=True)
+    ids, counts, at = _read_ids(raw, n, flags, table)
     dtype = DTYPES[table.dtype]
     if not n:
         return TablePush(ids, np.empty(0, np.uint32), torch.empty(0, table.dim, dtype=dtype))
@@ -226,7 +226,7 @@ def decode_push(data: Buffer, table: SparseTable) -> TablePush:
     if flags & HALF:
         rows = torch.from_numpy(held.view(np.int16).copy()).view(torch.bfloat16).to(dtype).view(n, dim)
     else:
-        rows = _tensor(held.view(np.float32 if dtype is torch.float32 else np.float64).reshape(n, dim))
+        rows = _view_tensor(held.view(np.float32 if dtype is torch.float32 else np.float64).reshape(n, dim))
     if not math.isfinite(float(rows.sum())):  # a cheap test; only a sum that is not finite needs the exact one
         wrong = torch.isfinite(rows).all(1).logical_not().nonzero().view(-1)
         if len(wrong):
@@ -249,7 +249,7 @@ class _Writable:
         self.__array_interface__ = interface
 
 
-def _tensor(array: Rows) -> Tensor:
+def _view_tensor(array: Rows) -> Tensor:
     """Return a tensor that shares the array's memory."""
     return torch.from_numpy(array if array.flags.writeable else np.asarray(_Writable(array)))
 
@@ -276,9 +276,9 @@ def decode_rows(data: Buffer | Bytes, n: int, table: SparseTable, half: bool = F
     raw = np.frombuffer(data, np.uint8)
     if half:
         return torch.from_numpy(raw.view(np.int16).copy()).view(torch.bfloat16).to(dtype).view(n, table.dim)
-    return _tensor(raw.view(np.float32 if dtype is torch.float32 else np.float64).reshape(n, table.dim))
+    return _view_tensor(raw.view(np.float32 if dtype is torch.float32 else np.float64).reshape(n, table.dim))
 
 
-def empty_push(table: SparseTable, room: Allocator = allocate) -> Bytes:
+def encode_empty_push(table: SparseTable, room: Allocator = allocate) -> Bytes:
     """Encode a push without ids, which only advances the clock of a segment that the step does not change."""
-    return _piece(_ROWS, table.dim, np.empty(0, np.int64), None, 0, room)[0]
+    return _make_piece(_ROWS, table.dim, np.empty(0, np.int64), None, 0, room)[0]

@@ -19,10 +19,10 @@ from rayps_client.errors import RaypsError, TrainingError
 from rayps.cluster.local import Cluster
 from rayps.core.job.job_status import Status
 from rayps.core.job.records import Event
-from rayps.core.job.user_code import awaited
+from rayps.core.job.user_code import await_call
 from rayps.core.job.warm_start import StartFrom
 from rayps.core.rows.phase_rounds import Calendar, PhaseSpan
-from rayps.core.strategy.costs import amount
+from rayps.core.strategy.costs import format_bytes
 from rayps.core.strategy.strategy import Phase
 from rayps.core.urls import Location
 from rayps.runtime.checks.preflight import preflight
@@ -31,7 +31,7 @@ from rayps.runtime.driver.workload_job import WorkloadJob
 from rayps.runtime.records.journal import Journal
 from rayps.runtime.records.status import Outcome
 from rayps.runtime.results.callbacks import CallbackRunner
-from rayps.runtime.results.cost_report import expected
+from rayps.runtime.results.cost_report import predict_costs
 from rayps.strategies.catalogue import wire
 from rayps.strategies.job import JobSpec
 from rayps.tensors.division import Division
@@ -84,7 +84,7 @@ def rehearse(
     """
     begin = None if spec.start_from is None else StartFrom.parse(spec.start_from)
     check = partial(preflight, workload, phases, spec, begin)
-    found = awaited(check, spec.timeout, where="driver", stopped=lambda: False)
+    found = await_call(check, spec.timeout, where="driver", stopped=lambda: False)
     assert found is not None, "nobody requests a stop"
     calendar = Calendar(phases, found.steps, spec.workers, epochs=spec.epochs, rounds=spec.steps)
     if (warning := callbacks.check_folder(spec, calendar)) is not None:
@@ -100,16 +100,16 @@ def rehearse(
             profile=False,
         )
         saved = folder / f"phase-{number}"
-        outcome, seconds = _rounds(workload, one, saved, journal, cluster, tries=tries)
+        outcome, seconds = _time_rounds(workload, one, saved, journal, cluster, tries=tries)
         callbacks.check_metrics(outcome.metrics)
         size = sum(path.stat().st_size for path in saved.rglob("*") if path.is_file())
         count = max(1, len(list(saved.glob("step-*"))))
-        cost = _costs(workload, spec, phase, found.divisions[number])
+        cost = _estimate_costs(workload, spec, phase, found.divisions[number])
         reports.append(_report(phase, calendar.spans[number], seconds, size // count, *cost))
-    return Rehearsal(_text(reports, calendar, spec, callbacks.names), reports, outcome)
+    return Rehearsal(_write_text(reports, calendar, spec, callbacks.names), reports, outcome)
 
 
-def _rounds(
+def _time_rounds(
     workload: Workload, spec: JobSpec, saved: Path, journal: Journal, cluster: Cluster, *, tries: bool
 ) -> tuple[Outcome, list[float]]:
     """Train `BATCHES` rounds, and one more after a resume. Return the outcome and the seconds of each round."""
@@ -142,10 +142,10 @@ def _pass_on(journal: Journal, event: Event) -> None:
         journal.event(str(event["kind"]), str(event["message"]))
 
 
-def _costs(
+def _estimate_costs(
     workload: Workload, spec: JobSpec, phase: Phase, division: Division | None
 ) -> tuple[dict[str, float], float | None]:
-    found = expected(workload, phase.strategy, spec.workers, division, activations=True)
+    found = predict_costs(workload, phase.strategy, spec.workers, division, activations=True)
     largest = max(found.memory, key=lambda each: each.get("all", 0.0), default={})
     return dict(largest), None if found.bytes is None else float(found.bytes)
 
@@ -170,7 +170,7 @@ def _report(
     }
 
 
-def _text(reports: list[PhaseReport], calendar: Calendar, spec: JobSpec, callbacks: list[str]) -> str:
+def _write_text(reports: list[PhaseReport], calendar: Calendar, spec: JobSpec, callbacks: list[str]) -> str:
     lines = [
         f"dry run: data, loss, backward, optimizer, schedule, evaluation, checkpoint and resume work with "
         f"{spec.workers} worker{'s'[: spec.workers != 1]}; nothing was kept",
@@ -180,22 +180,24 @@ def _text(reports: list[PhaseReport], calendar: Calendar, spec: JobSpec, callbac
         total = each["rounds"] * each["seconds"]
         lines.append(
             f"{each['strategy']}: {each['rounds']} rounds, {each['epoch']} in an epoch, about "
-            f"{each['seconds']:.3g} s for each by {BATCHES} rounds here, {_duration(total)} in all"
+            f"{each['seconds']:.3g} s for each by {BATCHES} rounds here, {_format_duration(total)} in all"
         )
-        parts = ", ".join(f"{key} {amount(value)}" for key, value in each["memory"].items() if key != "all" and value)
+        parts = ", ".join(
+            f"{key} {format_bytes(value)}" for key, value in each["memory"].items() if key != "all" and value
+        )
         if parts:
             lines.append(
-                f"  memory of the largest worker, by formula: {amount(each['memory'].get('all', 0.0))} ({parts})"
+                f"  memory of the largest worker, by formula: {format_bytes(each['memory'].get('all', 0.0))} ({parts})"
             )
         if each["traffic"]:
-            lines.append(f"  traffic of a step, all workers, by formula: {amount(each['traffic'])}")
-        lines.append(f"  a checkpoint: {amount(each['checkpoint'])}")
+            lines.append(f"  traffic of a step, all workers, by formula: {format_bytes(each['traffic'])}")
+        lines.append(f"  a checkpoint: {format_bytes(each['checkpoint'])}")
     if callbacks:
         lines.append(f"callbacks were checked, and not called: {', '.join(callbacks)}")
     return "\n".join(lines)
 
 
-def _duration(seconds: float) -> str:
+def _format_duration(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.3g} s"
     return f"{seconds / 60:.3g} min" if seconds < 7200 else f"{seconds / 3600:.3g} h"

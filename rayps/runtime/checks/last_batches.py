@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from rayps.core.job.user_code import user_code
-from rayps.core.rows.row_shares import RowShares, dealt
+from rayps.core.rows.row_shares import RowShares, deal_places
 from rayps.core.strategy.replica import Pipeline
 from rayps.core.strategy.strategy import Phase
 from rayps.core.strategy.strategy_families import has_remote_clients, learns_by_client
@@ -114,5 +114,5 @@ def _shared_sizes(shares: RowShares, rank: int, data: Data) -> set[int]:
     own = shares.shares[rank]
     most = max(1, -(-own // max(1, -(-own // data.batch_size))))
     left = 0 if shares.drop_last else data.rows() % shares.block
-    last = sum(place < left for place in dealt(shares.shares, rank))
+    last = sum(place < left for place in deal_places(shares.shares, rank))
     return _sizes(own, most, drop_last=False) | _sizes(last, most, drop_last=False)

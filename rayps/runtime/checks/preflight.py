@@ -34,10 +34,10 @@ from rayps.privacy.options import privacy_in
 from rayps.privacy.row_level import RowPrivacy
 from rayps.ps.client.table_face import find_tables
 from rayps.ps.protocol.space import SparseTable
-from rayps.ps.server.dense_segment import optimizer_factory
+from rayps.ps.server.dense_segment import make_optimizer_factory
 from rayps.runtime.checks.last_batches import check_last_batches
 from rayps.runtime.checks.row_privacy import private_phases
-from rayps.runtime.driver.model_memory import limited
+from rayps.runtime.driver.model_memory import limit_model
 from rayps.runtime.size.membership import Membership
 from rayps.strategies.job import JobSpec
 from rayps.strategies.job_features import features_of_phase
@@ -94,10 +94,10 @@ def preflight(
         CheckpointError: the files with the first parameters are not of this model.
     """
     check_fields(workload)
-    data = _data(workload, all(has_remote_clients(phase.strategy) for phase in phases))
+    data = _load_data(workload, all(has_remote_clients(phase.strategy) for phase in phases))
     grids = [phase.grid(spec.workers) for phase in phases]
     sharded = all(shard_of(phase.strategy) is not None for phase in phases)
-    with apart(), limited(workload):  # restores the user's random state
+    with apart(), limit_model(workload):  # restores the user's random state
         # a model whose state workers divide may be larger than the memory of this process
         model = blank(workload) if sharded else model_of(workload)
         check_adapters(model)
@@ -107,7 +107,7 @@ def preflight(
         tables = find_tables().tables_of(model) if has_tables(model) else ()
         if tables:
             find_tables().try_out(workload, model)
-    given = _features(workload, model, data) | ({"profile": True} if spec.profile else {})
+    given = _collect_features(workload, model, data) | ({"profile": True} if spec.profile else {})
     given |= JobFacts(tables=tuple(table.name for table in tables)).features()
     for at, phase in enumerate(phases):
         refuse(features_of_phase(phase) | given)
@@ -120,19 +120,19 @@ def preflight(
     begin, warnings = (None, []) if begin is None else usable_start(begin, spec.working_dir)
     start = None if begin is None else start_point(begin, ModelNames.of(model), spec.working_dir)
     both = list(zip([phase.strategy for phase in phases], grids, strict=True))
-    steps, rows, blocks = _lengths(workload, phases, spec, data, tables=bool(tables))
+    steps, rows, blocks = _count_rounds(workload, phases, spec, data, tables=bool(tables))
     if blocks is None:
         calendar = Calendar(phases, steps, spec.workers, epochs=spec.epochs, rounds=spec.steps)
         plan_steps(workload, calendar.known_rounds)
     keeps_sparse = all(phase.strategy.loop == SHARED_VECTOR for phase in phases)
     optim.check_step(optim.build(recipe_of(workload), layout), keeps_sparse=keeps_sparse)
     _try_schedule(workload, phases, layout, tables)
-    divisions = [_division(workload, strategy, grid, model, data) for strategy, grid in both]
+    divisions = [_divide(workload, strategy, grid, model, data) for strategy, grid in both]
     federated_strategies = [strategy for strategy, _ in both if isinstance(strategy, FederatedView)]
     warnings += misspelt(workload)
     checked = [federated(strategy, workload, data, spec.seed) for strategy in federated_strategies]
     warnings += [warning for found in checked for warning in found.warnings]
-    shares = None if spec.elastic is None or rows is None else _membership(spec, spec.elastic, rows, data).current
+    shares = None if spec.elastic is None or rows is None else _make_membership(spec, spec.elastic, rows, data).current
     size = spec.workers if blocks is None else 1
     most = None if spec.steps is None else spec.steps * workload.accumulate
     check_last_batches(workload, phases, size, data, model, shares=shares, most=most)
@@ -157,7 +157,7 @@ def preflight(
     )
 
 
-def _lengths(
+def _count_rounds(
     workload: Workload, phases: list[Phase], spec: JobSpec, data: Data, *, tables: bool
 ) -> tuple[list[int], tuple[int, int] | None, int | None]:
     """Return the rounds of an epoch of each phase, and `rows` and `blocks` of `PreflightFindings`.
@@ -165,15 +165,15 @@ def _lengths(
     Raises DataError or ConfigError if workers cannot be given their rows.
     """
     grids, accumulate = [phase.grid(spec.workers) for phase in phases], workload.accumulate
-    steps = [_steps(data, phase.strategy, grid, accumulate) for phase, grid in zip(phases, grids, strict=True)]
+    steps = [_count_steps(data, phase.strategy, grid, accumulate) for phase, grid in zip(phases, grids, strict=True)]
     if spec.elastic is None:
         return steps, None, None
     check_phases(phases, spec.elastic, tables=tables, by_epoch=_counts_epochs(workload))
     if takes_leases(phases):
         must_have_row_numbers(data)
-        return [OPEN], None, _steps(data, phases[0].strategy, Grid(1), accumulate)
-    rows = _rows_of_workers(data, phases, workload, spec)
-    members = _membership(spec, spec.elastic, rows, data)
+        return [OPEN], None, _count_steps(data, phases[0].strategy, Grid(1), accumulate)
+    rows = _count_rows_of_workers(data, phases, workload, spec)
+    members = _make_membership(spec, spec.elastic, rows, data)
     most = sum(members.shares(spec.elastic.most))
     if data.drop_last and most > rows[0] and not learns_by_client(phases[0].strategy):
         raise no_whole_batch(
@@ -182,12 +182,12 @@ def _lengths(
     return [members.current.rounds(rows[0])] * len(phases), rows, None
 
 
-def _membership(spec: JobSpec, elastic: ElasticWorkers, rows: tuple[int, int], data: Data) -> Membership:
+def _make_membership(spec: JobSpec, elastic: ElasticWorkers, rows: tuple[int, int], data: Data) -> Membership:
     """Return the first members of an elastic job with these rows of an epoch, and of one worker in a round."""
     return Membership(elastic, *rows, spec.workers, drop_last=data.drop_last)
 
 
-def _rows_of_workers(data: Data, phases: list[Phase], workload: Workload, spec: JobSpec) -> tuple[int, int]:
+def _count_rows_of_workers(data: Data, phases: list[Phase], workload: Workload, spec: JobSpec) -> tuple[int, int]:
     """Return the rows of an epoch of an elastic job, and those of one worker in a round.
 
     Both are 1 if rows belong to clients, because an epoch is one round.
@@ -217,7 +217,7 @@ def _counts_epochs(workload: Workload) -> bool:
     return isinstance(recipe, Recipe) and recipe.every == "epoch"
 
 
-def _steps(data: Data, strategy: StrategyView, grid: Grid, accumulate: int) -> int:
+def _count_steps(data: Data, strategy: StrategyView, grid: Grid, accumulate: int) -> int:
     """Return the rounds of an epoch. Raises DataError or ConfigError if workers cannot be given their rows."""
     rows = strategy.rows
     return rows.rounds(data, grid.data - backup_in(strategy), accumulate)
@@ -242,7 +242,7 @@ def check_open_data(name: str, strategy: StrategyView, *, by_rounds: bool, table
     refuse(given | {"data without a length": True, "strategy": name})
 
 
-def _division(workload: Workload, strategy: StrategyView, grid: Grid, model: nn.Module, data: Data) -> Division | None:
+def _divide(workload: Workload, strategy: StrategyView, grid: Grid, model: nn.Module, data: Data) -> Division | None:
     """Return how the model is divided under a strategy, or None if a replica is one worker.
 
     Raises:
@@ -268,7 +268,7 @@ def _division(workload: Workload, strategy: StrategyView, grid: Grid, model: nn.
         return found
 
 
-def _features(workload: Workload, model: nn.Module, data: Data) -> dict[str, Json]:
+def _collect_features(workload: Workload, model: nn.Module, data: Data) -> dict[str, Json]:
     """Return the features of a workload, its model and its data, as `rayps.core.refusals` names them."""
     found: dict[str, Json] = {
         "average": None if workload.average is None else str(workload.average),
@@ -334,7 +334,7 @@ def _warn_of_one_worker(phases: list[Phase], workers: int) -> list[str]:
     ]
 
 
-def _data(workload: Workload, remote: bool) -> Data:
+def _load_data(workload: Workload, remote: bool) -> Data:
     with user_code("data"):
         data = (workload.evaluation_data if remote else workload.data)()  # real clients have the training data
     with user_code("evaluation_data"):
@@ -359,7 +359,7 @@ def _try_schedule(workload: Workload, phases: list[Phase], layout: Layout, table
     for adagrad in dict.fromkeys(
         None if servers is None else servers.adagrad for servers in (servers_of(phase.strategy) for phase in phases)
     ):
-        rates = rates_of(optimizer_factory(recipe, adagrad), layout)
+        rates = rates_of(make_optimizer_factory(recipe, adagrad), layout)
         if rates is not None:
             rates.at(1)
     for table in tables:

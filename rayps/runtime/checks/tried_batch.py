@@ -29,7 +29,7 @@ from rayps.data.single_rows import stacks_of
 from rayps.tensors.learning_rate import recipe_of
 from rayps.tensors.named_parameters import NamedParameters
 from rayps.tensors.optim import made
-from rayps.tensors.user_loss import checked_loss
+from rayps.tensors.user_loss import check_loss
 from rayps.workload.base import Workload
 from rayps.workload.checkpoint_activations import checkpoint_activations
 from rayps.workload.model import model_of
@@ -201,8 +201,8 @@ def _evaluate(held: Whole, batch: Batch) -> tuple[str, ...]:
 
 
 def scalar(loss: Nested) -> float:
-    """Return a training loss as a number. Raises WorkloadError if `checked_loss` refuses it."""
-    return float(checked_loss(loss).item())
+    """Return a training loss as a number. Raises WorkloadError if `check_loss` refuses it."""
+    return float(check_loss(loss).item())
 
 
 @contextlib.contextmanager

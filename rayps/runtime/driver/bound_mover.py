@@ -86,7 +86,7 @@ class BoundMover:
         self._next[rank] = max(number + 1, self._next.get(rank, 0))
 
     def _report(self, move: BoundMove) -> None:
-        cost, old, new = move.cost, _words(move.old), _words(move.new)
+        cost, old, new = move.cost, _write_bound(move.old), _write_bound(move.new)
         why = (
             f"in {cost.rounds} rounds the workers waited {cost.waited:.2f} of {cost.seconds:.2f} s "
             f"({cost.waiting:.0%}), and old pushes lost {cost.lost:.0%} of the progress"
@@ -107,5 +107,5 @@ class BoundMover:
         )
 
 
-def _words(bound: int | None) -> str:
+def _write_bound(bound: int | None) -> str:
     return "none" if bound is None else str(bound)

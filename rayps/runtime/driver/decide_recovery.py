@@ -8,7 +8,7 @@ A process may die at any moment: while it starts, before it has its plan, or whi
 in an error that a start has raised, and `decide` counts it as any other. While not every member has its plan, no member
 can be replaced alone, and all restart. Restarts in a row without a new round wait longer each time.
 
-Each state of the run has an effect, which the driver carries out. `next_state` maps a state and the result of its
+Each state of the run has an effect, which the driver carries out. `find_next_state` maps a state and the result of its
 effect to the next state.
 """
 
@@ -75,7 +75,7 @@ class RunFacts:
     error_age: float = 0.0  # seconds since the driver received the first of the errors
     failures: int = 0  # failures of the job so far
     max_failures: int = 3
-    recovery: Recovery = field(default_factory=RestartAll)  # how the run recovers now, by `recovery_now`
+    recovery: Recovery = field(default_factory=RestartAll)  # how the run recovers now, by `choose_recovery`
     stop: bool = False  # whether the user has requested a stop
     ends_early: bool = False  # whether a callback has ended the run, and the newest state is one to end with
     positions: Mapping[str, int] = field(default_factory=dict)  # from a worker's name to the last round it reported
@@ -173,14 +173,14 @@ def decide(facts: RunFacts) -> Decision:
             return Fail(error, f"{member}: {error}")
     if facts.dead:
         lost = tuple(member for member, _ in facts.dead)
-        reason = "; ".join(f"{member} died{_at(facts, member)} ({_short(why)})" for member, why in facts.dead)
+        reason = "; ".join(f"{member} died{_at(facts, member)} ({_shorten(why)})" for member, why in facts.dead)
         return _recover(facts, lost, reason)
     # after the grace time, all workers that lost the same peer have reported the loss
     if facts.errors and facts.error_age >= GRACE_SECONDS:
         return _reconnect(facts)
     if len(facts.finished) == facts.size:
         if facts.unanswered is not None:  # without the servers' states the phase cannot end
-            return _recover(replace(facts, recovery=RestartAll()), (), _short(str(facts.unanswered)))
+            return _recover(replace(facts, recovery=RestartAll()), (), _shorten(str(facts.unanswered)))
         return Finish()
     if facts.ends_early:
         return EndEarly()
@@ -197,7 +197,7 @@ def death_of(error: RaypsError) -> tuple[str, str] | None:
         case ActorDied():
             return str(error.data.get("actor", "a process of the job")), reason
         case LinkError():
-            return _member(str(error.data.get("peer", "a server"))), reason
+            return _name_member(str(error.data.get("peer", "a server"))), reason
     return None
 
 
@@ -206,7 +206,7 @@ def pause_before(restarts: int) -> float:
     return min(PAUSE_SECONDS * 2.0 ** min(restarts - 1, 30), LONGEST_PAUSE) if restarts else 0.0
 
 
-def recovery_now(facts: RecoveryFacts) -> Recovery:
+def choose_recovery(facts: RecoveryFacts) -> Recovery:
     """Return how a run recovers from a death now."""
     declared = facts.declared
     rebuilds = isinstance(declared, Rebuild)
@@ -229,9 +229,9 @@ def _reconnect(facts: RunFacts) -> Decision:
     If the run recovers by replacing members, the members that reported errors count as lost. Otherwise the first peer
     that timed out counts as lost.
     """
-    blamed = [_member(str(error.data.get("peer"))) for _, error in facts.errors if isinstance(error, PeerTimeout)]
+    blamed = [_name_member(str(error.data.get("peer"))) for _, error in facts.errors if isinstance(error, PeerTimeout)]
     blamed = [name for name in blamed if _is_member(name)]
-    reason = "; ".join(f"{member}: {_short(str(error))}" for member, error in facts.errors[:2])
+    reason = "; ".join(f"{member}: {_shorten(str(error))}" for member, error in facts.errors[:2])
     if isinstance(facts.recovery, ReplaceOne):
         return _recover(facts, tuple(member for member, _ in facts.errors), reason)
     return _recover(facts, tuple(sorted(set(blamed[:1]))), reason)
@@ -243,7 +243,7 @@ def _recover(facts: RunFacts, lost: tuple[str, ...], reason: str) -> Decision:
         return Fail(
             None,
             f"{reason}\nthat was failure {failures}, and max_failures is {facts.max_failures}: raise max_failures, "
-            f"or find out why the process dies (see its log, its memory, `rayps doctor`){_last_output(facts)}",
+            f"or find out why the process dies (see its log, its memory, `rayps doctor`){_quote_last_output(facts)}",
         )
     pause = pause_before(facts.in_row)
     if isinstance(facts.recovery, Rebuild):
@@ -255,7 +255,7 @@ def _recover(facts: RunFacts, lost: tuple[str, ...], reason: str) -> Decision:
     return Restart(lost, reason, pause)
 
 
-def _last_output(facts: RunFacts) -> str:
+def _quote_last_output(facts: RunFacts) -> str:
     """Return the last output of the first dead member whose output is known, as the end of an error; "" if none is."""
     found = next(((member, facts.outputs[member]) for member, _ in facts.dead if facts.outputs.get(member)), None)
     return "" if found is None else f"\nthe last output of {found[0]}:\n{found[1]}"
@@ -265,7 +265,7 @@ def _is_member(name: str) -> bool:
     return name.startswith(("worker-", "shard-"))  # and not the manager of a server group
 
 
-def _member(peer: str) -> str:
+def _name_member(peer: str) -> str:
     return peer.replace(":", "-")  # a ring calls rank 2 "worker:2"
 
 
@@ -275,7 +275,7 @@ def _at(facts: RunFacts, member: str) -> str:
     return f" after it had reported round {facts.positions[member]}" if member in facts.positions else ""
 
 
-def _short(text: str) -> str:
+def _shorten(text: str) -> str:
     first = text.strip().splitlines()[0] if text.strip() else "no reason given"
     return first if len(first) <= MOST_LETTERS else first[: MOST_LETTERS - 3] + "..."
 
@@ -415,11 +415,11 @@ class Findings:
     saving: bool = False  # RequestCheckpoint, AwaitCheckpoint: whether the last snapshot is still to be saved
 
 
-def next_state(state: State, found: Findings) -> State:
+def find_next_state(state: State, found: Findings) -> State:
     """Return the state that follows `state`. `found` is the result of the effect of `state`."""
     match state:
         case StartWorkers():
-            return _after_start(found)
+            return _decide_after_start(found)
         case EnterPhase(phase) if phase >= found.phases:
             return RunEnded(Status.SUCCEEDED, "trained to the end")
         case EnterPhase(phase):
@@ -429,22 +429,22 @@ def next_state(state: State, found: Findings) -> State:
         case BeginGeneration(phase) if found.waiting:
             return BeginGeneration(phase, found.continues)
         case BeginGeneration(phase) if found.decision is not None:
-            return RunEnded(Status.STOPPED) if isinstance(found.decision, Stop) else _after_poll(phase, found)
+            return RunEnded(Status.STOPPED) if isinstance(found.decision, Stop) else _decide_after_poll(phase, found)
         case BeginGeneration(phase) | ReplaceMembers(phase):
             return Train(phase)
         case Train(phase):
-            return _after_poll(phase, found)
+            return _decide_after_poll(phase, found)
         case Recover(phase) | ChangeWorkers(phase):
             return BeginGeneration(phase, found.continues)
         case Evaluate(phase):
-            return _after_evaluation(phase, found.decision)
+            return _decide_after_evaluation(phase, found.decision)
         case RequestCheckpoint(phase) | AwaitCheckpoint(phase):
             return AwaitCheckpoint(phase) if found.saving else RunEnded(Status.STOPPED)
         case RunEnded():
             return state
 
 
-def _after_start(found: Findings) -> State:
+def _decide_after_start(found: Findings) -> State:
     """Return the state after a start of the workers: if one of them died, all start again from the beginning."""
     match found.decision:
         case Restart() | RebuildLost() as decision:
@@ -452,18 +452,18 @@ def _after_start(found: Findings) -> State:
         case Regroup() | Replace():
             return StartWorkers()
         case Fail() as decision:
-            return _failed(decision)
+            return _fail(decision)
         case Stop():
             return RunEnded(Status.STOPPED)
     return RunEnded(Status.STOPPED) if found.stopped else EnterPhase(0)
 
 
-def _after_poll(phase: int, found: Findings) -> State:
+def _decide_after_poll(phase: int, found: Findings) -> State:
     match found.decision:
         case Stop():
             return RequestCheckpoint(phase)
         case Fail() as decision:
-            return _failed(decision)
+            return _fail(decision)
         case Restart() | RebuildLost() as decision:
             return Recover(phase, decision)
         case Regroup() as decision:
@@ -477,7 +477,7 @@ def _after_poll(phase: int, found: Findings) -> State:
     return Train(phase)
 
 
-def _after_evaluation(phase: int, decision: Decision | None) -> State:
+def _decide_after_evaluation(phase: int, decision: Decision | None) -> State:
     """Return the state after an evaluation.
 
     If a worker was lost during the evaluation, all workers restart from the snapshot and evaluate again.
@@ -488,13 +488,13 @@ def _after_evaluation(phase: int, decision: Decision | None) -> State:
         case Restart() | RebuildLost() | Regroup() | Replace():
             return Recover(phase, Restart(decision.lost, decision.reason), evaluating=True)
         case Fail() as decision:
-            return _failed(decision)
+            return _fail(decision)
         case Stop():
             return RunEnded(Status.STOPPED)
     return Evaluate(phase)
 
 
-def _failed(decision: Fail) -> RunEnded:
+def _fail(decision: Fail) -> RunEnded:
     if isinstance(decision.error, RaypsError):
         return RunEnded(Status.FAILED, str(decision.error), decision.error)
     return RunEnded(Status.FAILED, decision.reason, TrainingError(decision.reason))

@@ -3,7 +3,7 @@
     while not state.terminal:
         state = next_state(state, <result of the state's effect>)
 
-The pure function `next_state` chooses the next state, and the pure function `decide` chooses what to do about a
+The pure function `find_next_state` chooses the next state, and the pure function `decide` chooses what to do about a
 failure. The job carries out the effects: see `rayps.runtime.driver.driven_job`.
 """
 
@@ -18,7 +18,7 @@ from rayps.cluster.local import Cluster
 from rayps.core.job.job_status import Status
 from rayps.core.time.goodput import JobTime
 from rayps.runtime.driver import decide_recovery as states
-from rayps.runtime.driver.decide_recovery import Findings, decide, next_state
+from rayps.runtime.driver.decide_recovery import Findings, decide, find_next_state
 from rayps.runtime.driver.driven_job import DrivenJob, JobRun
 from rayps.runtime.records.journal import Journal
 from rayps.runtime.records.status import Outcome
@@ -118,7 +118,7 @@ class Driver:
     def _step(self, state: states.State, cluster: Cluster) -> states.State:
         """Carry out a state's effect and return the next state. If the effect raises an error, the run has ended."""
         try:
-            return next_state(state, self._carry_out(state, cluster))
+            return find_next_state(state, self._carry_out(state, cluster))
         except RaypsError as error:
             return states.RunEnded(Status.FAILED, str(error), error)
         except Exception as error:  # a bug of rayps must end the job with a reason, not only its thread

@@ -20,7 +20,7 @@ from rayps.cluster.code_folder import JobCode, OpenCode, enter_code, read_archiv
 from rayps.cluster.local import PROTOCOL, Cluster, LocalCluster, surrounding
 from rayps.cluster.notices import Notice
 from rayps.core.failpoint import passing
-from rayps.core.job.code_archive import archive_path
+from rayps.core.job.code_archive import locate_archive
 from rayps.core.job.job_status import Status
 from rayps.core.job.records import read_json
 from rayps.core.urls import Location, location_of
@@ -128,7 +128,7 @@ class DriverActor:
 
     def _write_driver_file(self, **facts: str) -> None:
         pid = os.getpid()
-        known = {"attempt": self._attempt, "pid": pid, "started": _started(), "protocol": PROTOCOL}
+        known = {"attempt": self._attempt, "pid": pid, "started": _read_start(), "protocol": PROTOCOL}
         text = json.dumps(known | facts)
         part = self._folder / f".{DRIVER_FILE}.{pid}"
         part.write_text(text, encoding="utf-8")
@@ -140,7 +140,7 @@ class DriverActor:
         checkpoints = self._folder / "checkpoints"
         opened: OpenCode | None = None
         try:
-            code = self._code(journal)
+            code = self._read_code(journal)
             opened = enter_code(code)
             spec = replace(spec, working_dir=opened.folder or spec.working_dir)
             resume: Location | None
@@ -156,8 +156,8 @@ class DriverActor:
                 )
             cluster = surrounding()
             tries = not isinstance(cluster, LocalCluster)  # workers that are threads start at once
-            self._driver = self._made(journal, checkpoints, resume, code, tries=tries)
-            watch = NoticeWatch(cluster, lambda notice: self._heard(notice, cluster, journal))
+            self._driver = self._make_driver(journal, checkpoints, resume, code, tries=tries)
+            watch = NoticeWatch(cluster, lambda notice: self._act_on_notice(notice, cluster, journal))
             self.allow(*self._allowed)
             if self._stopped.is_set():
                 self._driver.stop()
@@ -174,7 +174,7 @@ class DriverActor:
                 opened.close()
             journal.close()
 
-    def _heard(self, notice: Notice, cluster: Cluster, journal: Journal) -> None:
+    def _act_on_notice(self, notice: Notice, cluster: Cluster, journal: Journal) -> None:
         """Move, or save the newest state, because this process or its host will end."""
         driver, what = self._driver, "this process" if notice.pid is not None else "the driver's host"
         left = "" if notice.seconds is None else f" in {notice.seconds:.0f} s"
@@ -197,7 +197,7 @@ class DriverActor:
                 + ("no other host is free of notices" if self._anywhere else "the state directory is on this host"),
             )
 
-    def _code(self, journal: Journal) -> JobCode:
+    def _read_code(self, journal: Journal) -> JobCode:
         """Return the user's code as the job's processes get it. Raises ConfigError if it is missing or damaged."""
         spec = self._spec
         argv = (spec.target.rpartition(":")[0],)  # a job is no program with arguments: a parser finds its defaults
@@ -209,7 +209,7 @@ class DriverActor:
         archive = None
         if spec.code is not None:
             # <state directory>/jobs/ID is the job's folder
-            archive = read_archive(archive_path(self._folder.parent.parent, spec.code), spec.code)
+            archive = read_archive(locate_archive(self._folder.parent.parent, spec.code), spec.code)
         if own.requirements:
             journal.event("installing", f"installing {len(own.requirements)} requirements for the job's processes")
         names = [spec.target, *own_names(spec.strategy)]
@@ -219,12 +219,12 @@ class DriverActor:
         folders, lines = tuple(sorted(paths - {"."})), tuple(own.requirements or ())
         return JobCode(self._folder.name, archive, spec.working_dir, folders, lines, argv, variables)
 
-    def _made(
+    def _make_driver(
         self, journal: Journal, checkpoints: Path, resume: Location | None, code: JobCode, *, tries: bool
     ) -> Driver:
         """Return the driver of the job's workload, or of its function. `tries`: workers are processes."""
         spec = self._spec
-        profile = _traces(self._folder) if spec.profile else None
+        profile = _make_traces_folder(self._folder) if spec.profile else None
         if spec.run is not None:
             return Driver(
                 LoopJob(
@@ -272,14 +272,14 @@ class DriverActor:
         os._exit(0)
 
 
-def _traces(home: Path) -> Path:
+def _make_traces_folder(home: Path) -> Path:
     """Create and return the folder of a job's traces, which may have those of an earlier attempt."""
     folder = home / "profile"
     folder.mkdir(mode=0o700, exist_ok=True)
     return folder
 
 
-def _started() -> int | None:
+def _read_start() -> int | None:
     """Return when this process started, in clock ticks since boot, or None if the system does not report it."""
     try:
         return int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])

@@ -85,7 +85,7 @@ class DriverMove:
 
     def report_arrival(self, begin: int) -> None:
         """Write what the move has cost, if this driver continues after one. `begin` is the round where it continues."""
-        event = last_departure(self._journal.folder)
+        event = find_last_departure(self._journal.folder)
         if event is None:
             return
         seconds = time.time() - float(event["time"])
@@ -95,7 +95,7 @@ class DriverMove:
         self._journal.event(ARRIVAL, message, round=begin, repeated=again, seconds=seconds)
 
 
-def last_departure(folder: Path | None) -> Event | None:
+def find_last_departure(folder: Path | None) -> Event | None:
     """Return the event of the last departure of a driver, if no driver has arrived since; None if there is none."""
     path = None if folder is None else folder / "events.jsonl"
     if path is None or not path.exists():

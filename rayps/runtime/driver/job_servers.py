@@ -26,13 +26,13 @@ from rayps.ps.client.session import Session
 from rayps.ps.group import ManagerClient, find, start
 from rayps.ps.job_space import JobSpace
 from rayps.ps.protocol.members import MemberChange
-from rayps.ps.protocol.rows import cuts
+from rayps.ps.protocol.rows import cut_shards
 from rayps.ps.protocol.segment_map import SpaceMap, StaticMap
 from rayps.ps.protocol.space import Quota, Space, SpaceRank, SparseTable
 from rayps.ps.server.dense_segment import ShardFacts, ShardPart
 from rayps.ps.server.shard_actor import ShardPlan
 from rayps.strategies.job import JobSpec
-from rayps.tensors.division import shares
+from rayps.tensors.division import divide_servers
 from rayps.tensors.learning_rate import Recipe
 from rayps.tensors.optim import Factory
 from rayps.tensors.snapshot import Snapshot
@@ -118,7 +118,7 @@ class FixedServers:
         them.
         """
         self._orders = orders
-        counts = shares(len(self.members), [part.layout.size for part in parts]) if self.members else []
+        counts = divide_servers(len(self.members), [part.layout.size for part in parts]) if self.members else []
         self._spaces, self._maps = [], []
         for part, count in zip(parts, counts, strict=bool(counts)):
             before = sum(len(space.cuts) for space in self._spaces)
@@ -130,7 +130,7 @@ class FixedServers:
                     len(part.positions),
                     orders.strategy,
                     part.layout,
-                    tuple(cuts(part.layout, count)),
+                    tuple(cut_shards(part.layout, count)),
                     ticks=orders.ticks,
                 )
             )
@@ -235,7 +235,7 @@ class FixedServers:
 
     def parts(self, rounds: int) -> Callable[[float], list[ShardPart | None]]:
         """Request all shards' parts after `rounds` rounds; return a function that waits for them: see `JobServers`."""
-        return _waiting([member.handle.call("part", rounds) for member in self.members])
+        return _wait_for([member.handle.call("part", rounds) for member in self.members])
 
     def set_members(self, members: Sequence[MemberChange]) -> None:
         """Set which ranks take part in a state that is loaded from now on: see `JobServers`."""
@@ -290,7 +290,7 @@ class FixedServers:
         return ShardPlan(self._spaces[column], number, generation, orders.snapshots.boundary, self._members, whole)
 
 
-def _waiting(replies: Sequence[ActorReply]) -> Callable[[float], list[ShardPart | None]]:
+def _wait_for(replies: Sequence[ActorReply]) -> Callable[[float], list[ShardPart | None]]:
     def wait(timeout: float) -> list[ShardPart | None]:
         end = time.monotonic() + timeout
         return [reply.result(max(0.0, end - time.monotonic())) for reply in replies]
@@ -316,7 +316,7 @@ def space_of(
         ConfigError: there is no group of the given name.
         PeerTimeout: servers of the job's own group did not start.
     """
-    quota = None if spec.quota is None else _quota(spec.quota)
+    quota = None if spec.quota is None else _parse_quota(spec.quota)
     renew: Callable[[], ManagerClient] | None = None
     if spec.server_group is not None:
         group = find(cluster, spec.server_group)
@@ -344,5 +344,5 @@ def space_of(
     )
 
 
-def _quota(given: dict[str, float]) -> Quota:
+def _parse_quota(given: dict[str, float]) -> Quota:
     return Quota(bytes=int(given["bytes"]) if "bytes" in given else None, operations=given.get("operations"))

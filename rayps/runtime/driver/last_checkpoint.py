@@ -26,7 +26,7 @@ ASK_SECONDS = 0.25  # seconds for servers to get the request, which they get by 
 MISS_SECONDS = 1.0  # seconds after which a state counts as missed, when all workers have reached its round
 
 
-def last_rounds(begun: Mapping[int, int]) -> tuple[int, dict[int, int]]:
+def choose_last_rounds(begun: Mapping[int, int]) -> tuple[int, dict[int, int]]:
     """Return the round of the state, and after which round each rank stops. Pure.
 
     `begun`: from a rank to the number of rounds that it has begun.
@@ -54,7 +54,7 @@ class LastCheckpoint:
             # a worker does not answer, or workers that wait for rows reach no further round: the next state is taken
             group.snapshot_soon()
         else:
-            self._ask(group, *last_rounds(begun))
+            self._ask(group, *choose_last_rounds(begun))
 
     def look(self, group: WorkerGroup, saved: int) -> bool:
         """Return whether the state has arrived, or the time is over. Call it after each poll.
@@ -113,7 +113,7 @@ def _hold(group: WorkerGroup) -> dict[int, int] | None:
     return found or None
 
 
-def repeated_rounds(facts: Sequence[object], positions: Sequence[int], saved: int) -> int:
+def count_repeated_rounds(facts: Sequence[object], positions: Sequence[int], saved: int) -> int:
     """Return how many rounds are computed again by the worker that loses most of them.
 
     `facts`: those of the workers. `positions`: how many rounds of each worker the saved state has; `saved` counts

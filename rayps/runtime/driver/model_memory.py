@@ -10,15 +10,15 @@ from rayps_client.errors import RaypsError, WorkloadError
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from rayps.core.memory import available_bytes
-from rayps.core.strategy.costs import amount
+from rayps.core.memory import read_available_bytes
+from rayps.core.strategy.costs import format_bytes
 from rayps.workload.base import Workload
 from rayps.workload.blank_model import blank
 
 LARGE = 2 << 30  # bytes of parameters from which a model is measured
 
 
-def measured(workload: Workload) -> int | None:
+def measure_model(workload: Workload) -> int | None:
     """Return the bytes of a workload's model, built without memory on the meta device; None if that is impossible."""
     with suppress(RaypsError):
         model = blank(workload, only_meta=True)
@@ -27,8 +27,8 @@ def measured(workload: Workload) -> int | None:
 
 
 @contextmanager
-def limited(
-    workload: Workload, available: Callable[[], int | None] = available_bytes, large: int = LARGE
+def limit_model(
+    workload: Workload, available: Callable[[], int | None] = read_available_bytes, large: int = LARGE
 ) -> Iterator[None]:
     """Watch the parameters that this thread creates inside the block.
 
@@ -50,12 +50,12 @@ def limited(
         count += p.nbytes
         if count > large and not checked:
             checked = True
-            whole = measured(workload)
+            whole = measure_model(workload)
             if whole is not None and whole > limit:
-                raise _too_large(f"the model has {amount(whole)} of parameters and buffers", limit)
+                raise _explain_too_large(f"the model has {format_bytes(whole)} of parameters and buffers", limit)
             fits = whole is not None
         if count > limit and not fits:
-            raise _too_large(f"the model has more than {amount(count)} of parameters", limit)
+            raise _explain_too_large(f"the model has more than {format_bytes(count)} of parameters", limit)
 
     handle = register_module_parameter_registration_hook(register)
     try:
@@ -64,9 +64,10 @@ def limited(
         handle.remove()
 
 
-def _too_large(what: str, limit: int) -> WorkloadError:
+def _explain_too_large(what: str, limit: int) -> WorkloadError:
     return WorkloadError(
-        f"{what}, and this machine has {amount(limit)} of memory available:\nuse a smaller model, or machines with "
+        f"{what}, and this machine has {format_bytes(limit)} of memory available:\nuse a smaller model, or machines "
+        "with "
         "more memory; the process that starts a run holds the whole model once, also if workers divide it",
         memory=True,
     )

@@ -9,7 +9,7 @@ from functools import partial
 from rayps_client import parameters
 from rayps_client.values import JsonObject
 
-from rayps.core.job.user_code import awaited
+from rayps.core.job.user_code import await_call
 from rayps.core.job.user_module import pack
 from rayps.core.job.warm_start import StartFrom
 from rayps.core.strategy.strategy import Phase
@@ -22,9 +22,9 @@ from rayps.runtime.checks.tried_batch import TrialRequest
 from rayps.runtime.driver.driven_job import JobRun
 from rayps.runtime.driver.phases import RunPlan
 from rayps.runtime.private.private_client_run import PrivateClientRun
-from rayps.runtime.private.private_run import PrivateRun, private_run
+from rayps.runtime.private.private_run import PrivateRun, make_private_run
 from rayps.runtime.records.journal import Journal
-from rayps.runtime.records.ledger_folder import LedgerFolder, ledger_folder
+from rayps.runtime.records.ledger_folder import LedgerFolder, find_ledger_folder
 from rayps.runtime.results.snapshots import Checkpointer
 from rayps.runtime.size.job_size import Allowance
 from rayps.runtime.size.plan_changes import plan_changes
@@ -54,7 +54,7 @@ def prepare_run(
     given = spec.start_from if checkpoints.resume is None else None
     begin = None if given is None else StartFrom.parse(given)
     find = partial(preflight, workload, phases, spec, begin)
-    found = awaited(find, spec.timeout, where="driver", stopped=run.stopping.is_set)
+    found = await_call(find, spec.timeout, where="driver", stopped=run.stopping.is_set)
     if found is None:
         return None
     anew = checkpoints.resume is None
@@ -85,7 +85,7 @@ def prepare_run(
 
 def _open_ledger(phases: Sequence[Phase], journal: Journal, checkpoints: Checkpointer) -> LedgerFolder | None:
     """Return the folder of the ledger of private releases; None without privacy."""
-    found = ledger_folder(phases, journal.folder, checkpoints.folder, checkpoints.resume, journal.shared_ledger)
+    found = find_ledger_folder(phases, journal.folder, checkpoints.folder, checkpoints.resume, journal.shared_ledger)
     if found is not None and found.unknown is not None:
         journal.event("warning", found.unknown)
     if found is not None and found.carried:
@@ -104,7 +104,7 @@ def _plan_private_rows(
         return None
     started_from = found.start is not None or ledger.unknown is not None
     with ledger.released_on_error():
-        spent = private_run(found.private, phases, ledger, journal, started_from=started_from)
+        spent = make_private_run(found.private, phases, ledger, journal, started_from=started_from)
         if anew:
             spent.must_allow_a_step()
     return spent

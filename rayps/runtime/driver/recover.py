@@ -21,7 +21,7 @@ from rayps.cluster.members import GroupMember
 from rayps.core.grid import Grid
 from rayps.core.job.continuation import Continuation
 from rayps.core.job.user_code import START_SECONDS
-from rayps.recovery.backup_assignment import BackupAssignment, HeldRounds, backup_holders, plan_rebuild
+from rayps.recovery.backup_assignment import BackupAssignment, HeldRounds, choose_backup_holders, plan_rebuild
 from rayps.recovery.worker_backup import CommitCost
 from rayps.runtime.driver.decide_recovery import FailureCount, RebuildLost, Replace, Restart
 from rayps.runtime.records.journal import Journal
@@ -51,7 +51,7 @@ class PeerStates:
 
         `continues`: how the generation continues from workers' states; None if it starts from a snapshot.
         """
-        found = _answers(workers, [worker.handle.call("backup_address") for worker in workers], START_SECONDS)
+        found = _collect_answers(workers, [worker.handle.call("backup_address") for worker in workers], START_SECONDS)
         if any(worker.dead for worker in workers) or not all(found.values()):
             self.assignments = [None] * len(workers)
             return
@@ -64,19 +64,21 @@ class PeerStates:
             else BackupAssignment(
                 self.base_generation, addresses, holder, grid.data > 1, continues is not None, sources.get(rank)
             )
-            for rank, holder in enumerate(backup_holders(grid, hosts))
+            for rank, holder in enumerate(choose_backup_holders(grid, hosts))
         ]
 
     def end_generation(self, grid: Grid, workers: list[GroupMember]) -> Continuation | None:
         """End the generation now. Return how all workers can continue without a snapshot, or None if they cannot."""
         living = [(rank, worker) for rank, worker in enumerate(workers) if not worker.dead]
         replies = [worker.handle.call("halt", self.base_generation) for _, worker in living]
-        answers = _answers([worker for _, worker in living], replies, HALT_SECONDS)
+        answers = _collect_answers([worker for _, worker in living], replies, HALT_SECONDS)
         held_rounds = {living[at][0]: held for at, held in answers.items()}
         return plan_rebuild(grid, held_rounds)
 
 
-def _answers(workers: list[GroupMember], replies: list[ActorReply], timeout: float) -> dict[int, dict[int, HeldRounds]]:
+def _collect_answers(
+    workers: list[GroupMember], replies: list[ActorReply], timeout: float
+) -> dict[int, dict[int, HeldRounds]]:
     found: dict[int, dict[int, HeldRounds]] = {}
     for at, (worker, reply) in enumerate(zip(workers, replies, strict=True)):
         try:
@@ -176,7 +178,7 @@ class RecoveryExecutor:
         self._failure = _Failure(reason, lost, replace(found, sources=sources), seen)
         self.journal.event(
             "mending",
-            f"{decision.reason}: {_sources(found) or 'every worker has its own state'}; "
+            f"{decision.reason}: {_describe_sources(found) or 'every worker has its own state'}; "
             f"all workers continue from round {found.round}",
             lost=list(decision.lost),
             round=found.round,
@@ -265,7 +267,7 @@ class RecoveryExecutor:
 
     def _report_rebuild(self, failure: _Failure, generation: int) -> None:
         seconds = time.monotonic() - failure.seen
-        origin = f"{_sources(failure.plan)}; " if failure.plan.sources else ""
+        origin = f"{_describe_sources(failure.plan)}; " if failure.plan.sources else ""
         self.journal.event(
             "mended",
             f"{failure.reason}: {origin}all workers continued from round {failure.plan.round}; this was "
@@ -276,7 +278,7 @@ class RecoveryExecutor:
             seconds=seconds,
             sources={f"worker-{rank}": f"worker-{s.holder}" for rank, s in sorted(failure.plan.sources.items())},
             twins=[f"worker-{rank}" for rank, s in sorted(failure.plan.sources.items()) if s.counterpart],
-            **self._cost_field(),
+            **self._write_cost(),
         )
 
     def report_backup_cost(self) -> None:
@@ -289,7 +291,7 @@ class RecoveryExecutor:
                 **self.cost.to_dict(),
             )
 
-    def _cost_field(self) -> JsonObject:
+    def _write_cost(self) -> JsonObject:
         return {} if self.cost is None else {"upkeep": self.cost.to_dict()}
 
 
@@ -298,7 +300,7 @@ def replicas_of(grid: Grid, ranks: list[int]) -> list[list[int]]:
     return [grid.replica(data) for data in sorted({grid.at(rank).data for rank in ranks})]
 
 
-def _sources(plan: Continuation) -> str:
+def _describe_sources(plan: Continuation) -> str:
     words = []
     for rank, source in sorted(plan.sources.items()):
         kind = "its counterpart" if source.counterpart else "its backup on"

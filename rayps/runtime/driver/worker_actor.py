@@ -22,7 +22,7 @@ from rayps.cluster.members import ActorHost
 from rayps.cluster.scratch import close_shared
 from rayps.comm.link import Listener
 from rayps.core.job.records import Point
-from rayps.core.job.user_code import Call, ended_threads, lacks_memory, record_thread_ends, too_large, under_way
+from rayps.core.job.user_code import Call, find_call, lacks_memory, list_ended_threads, record_thread_ends, too_large
 from rayps.core.job.user_module import unpack
 from rayps.core.logs import LogBuffer
 from rayps.core.metrics import Totals
@@ -91,7 +91,7 @@ class WorkerActor:
         self._evaluating: int | None = None  # the thread that evaluates for the driver
         record_thread_ends()
         # the number of threads that ended before this worker started, and the number that is reported so far
-        self._ends = self._ends_reported = len(ended_threads())
+        self._ends = self._ends_reported = len(list_ended_threads())
 
     def companion(self, target: str, method: str, *args: Any) -> Any:
         """Call a method of this worker's object of class `target` ("module:Class"), which is created at the first call.
@@ -112,7 +112,7 @@ class WorkerActor:
     def backup_address(self) -> str:
         """Return the address at which other workers store and request states, or "" without shared memory."""
         with self._ending:
-            return self._made_backup().backup_address()
+            return self._make_backup().backup_address()
 
     def halt(self, base_generation: int) -> dict[int, HeldRounds]:
         """End the running plan now. Return a dict from rank to the rounds of that worker's states held here.
@@ -165,7 +165,7 @@ class WorkerActor:
             ):  # no poll may be answered in between: its points would count as received without being sent
                 points = []
                 if plan.backup_assignment is not None:
-                    points = self._made_backup().unconfirmed_points(
+                    points = self._make_backup().unconfirmed_points(
                         plan.start if plan.backup_assignment.restores_state else 0
                     )
                 continues = plan.elastic is not None and plan.elastic.handover is not None
@@ -217,15 +217,15 @@ class WorkerActor:
 
         The worker will retain its part of round `wanted`. The driver has the state after round `taken`.
         """
-        ends = ended_threads(self._ends)
+        ends = list_ended_threads(self._ends)
         with self._lock:
             run = self._current
             answer = WorkerFacts(self._rank, 0, "idle") if run is None else run.poll(wanted, taken)
         answer.lines, answer.ends, answer.times = self.logs.drain(), ends, self._times.look()
-        answer.points += self._ended_threads(ends)
+        answer.points += self._collect_ended_threads(ends)
         return answer
 
-    def _ended_threads(self, ends: list[str]) -> list[Point]:
+    def _collect_ended_threads(self, ends: list[str]) -> list[Point]:
         """Return events for the threads that ended since the last call, at most `MOST_ENDS` of them."""
         reported = self._ends_reported - self._ends
         new, self._ends_reported = ends[reported : reported + MOST_ENDS], self._ends + len(ends)
@@ -243,8 +243,8 @@ class WorkerActor:
 
     def calls(self) -> OpenCalls:
         """Return the calls of the user's code that run in this worker: in its plan, and in the driver's evaluation."""
-        found = [under_way(self._evaluating), None if self._current is None else self._current.call]
-        return OpenCalls(tuple(call for call in found if call is not None), ended_threads(self._ends))
+        found = [find_call(self._evaluating), None if self._current is None else self._current.call]
+        return OpenCalls(tuple(call for call in found if call is not None), list_ended_threads(self._ends))
 
     def part(self, rounds: int | None) -> WorkerPart | None:
         """Return this worker's part of the checkpoint after `rounds` rounds, or None if it is not retained.
@@ -309,7 +309,7 @@ class WorkerActor:
             if self._backup is not None:
                 self._backup.close()
 
-    def _made_backup(self) -> WorkerBackup:
+    def _make_backup(self) -> WorkerBackup:
         if self._backup is None:
             self._backup = WorkerBackup(self._rank, self._secret, host_address())
             if self._closed:

@@ -26,8 +26,8 @@ from rayps.cluster.user_packages import install_seconds
 from rayps.core.grid import Grid
 from rayps.core.job.continuation import Continuation
 from rayps.core.job.records import Point
-from rayps.core.job.user_code import START_SECONDS, overdue
-from rayps.core.metrics import Totals, total_over
+from rayps.core.job.user_code import START_SECONDS, explain_overdue
+from rayps.core.metrics import Totals, add_up_totals
 from rayps.core.strategy.staleness_bound import MovedBound
 from rayps.core.strategy.strategy_families import learns_by_client, rebuilds
 from rayps.core.strategy.topology import runs_in_step, servers_of, shard_of
@@ -41,7 +41,7 @@ from rayps.ps.server.dense_segment import ShardPart
 from rayps.runtime.driver.decide_recovery import death_of
 from rayps.runtime.driver.job_servers import FixedServers, JobServers
 from rayps.runtime.driver.recover import PeerStates
-from rayps.runtime.results.snapshots import SnapshotSchedule, assemble, assemble_written, columns_of, in_columns
+from rayps.runtime.results.snapshots import SnapshotSchedule, assemble, assemble_columns, assemble_written, columns_of
 from rayps.runtime.size.newcomers import Newcomers
 from rayps.tensors.flat import Layout
 from rayps.tensors.snapshot import Snapshot
@@ -256,10 +256,10 @@ class WorkerGroup:
         place(self.workers, check, seconds=self._start_seconds())
         for worker in self.workers:
             if worker.dead:
-                raise self._death(worker)
+                raise self._explain_death(worker)
         return placed
 
-    def _death(self, worker: GroupMember) -> ActorDied:
+    def _explain_death(self, worker: GroupMember) -> ActorDied:
         """Return the error that says which worker died, why, and what it wrote last."""
         return ActorDied(
             f"{worker.name} did not start: {worker.dead}",
@@ -315,7 +315,7 @@ class WorkerGroup:
 
         Raises ActorDied if rank 0 has died, or does not answer.
         """
-        with self._first_answers():
+        with self._blame_first_worker():
             layout: Layout = self.workers[0].handle.call("layout").result(START_SECONDS)
         return layout
 
@@ -324,38 +324,38 @@ class WorkerGroup:
 
         The model must fit on one worker. Raises ActorDied if rank 0 has died, or does not answer.
         """
-        with self._first_answers():
+        with self._blame_first_worker():
             snapshot: Snapshot = self.workers[0].handle.call("initial", seed).result(START_SECONDS)
         return snapshot
 
     @contextmanager
-    def _first_answers(self) -> Iterator[None]:
+    def _blame_first_worker(self) -> Iterator[None]:
         """Name rank 0 in the error if it dies in the block, or does not answer in time."""
         first = self.workers[0]
         try:
             yield
         except ActorDied as error:
             first.dead = str(error.data.get("reason", error))
-            raise self._death(first) from error
+            raise self._explain_death(first) from error
         except TimeoutError as error:
             first.dead = str(error)
-            raise self._death(first) from error
+            raise self._explain_death(first) from error
 
     @property
     def holds_backups(self) -> bool:
         """Whether workers hold backups of each other's states. If so, a failure needs no return to a snapshot."""
-        return rebuilds(self._current_orders().strategy, from_servers=False)
+        return rebuilds(self._require_orders().strategy, from_servers=False)
 
     @property
     def rejoins(self) -> bool:
         """Whether, with workers in step, a replica that lost a worker can start again from the servers' parameters."""
-        from_servers = rebuilds(self._current_orders().strategy, from_servers=True)
+        from_servers = rebuilds(self._require_orders().strategy, from_servers=True)
         return from_servers and not any(shard.dead for shard in self.shards)
 
     @property
     def parts(self) -> PartsPlan | None:
         """Where the workers of this generation write their parts of checkpoints; None if the driver writes."""
-        return self._current_orders().snapshots.parts
+        return self._require_orders().snapshots.parts
 
     def facts_of(self, generation: int) -> list[tuple[str, WorkerFacts]]:
         """Return the name and the facts of each worker that has answered in this generation."""
@@ -376,7 +376,7 @@ class WorkerGroup:
     @property
     def _grid_of_states(self) -> Grid:
         """The grid in which the workers of a column have equal states. Workers that hold slices have none in common."""
-        sharded = shard_of(self._current_orders().strategy) is not None
+        sharded = shard_of(self._require_orders().strategy) is not None
         return Grid.of(self.size, tensor=self.size) if sharded else self.grid
 
     def end_generation(self) -> Continuation | None:
@@ -406,9 +406,11 @@ class WorkerGroup:
         self._schedule = SnapshotSchedule(when.boundary, each=when.each_boundary, in_order=when.each_epoch)
         self.grid = orders.strategy.grid(self.slots or self.size)
         self._collected = snapshot.clock
-        self.workers = [self._replacement(m.rank, m) if m.dead else m for m in self.workers]
+        self.workers = [self._start_replacement(m.rank, m) if m.dead else m for m in self.workers]
         servers = servers_of(orders.strategy)
-        new = self._fixed.prepare(0 if self._uses_space else _servers(orders), 0.0 if servers is None else servers.gpus)
+        new = self._fixed.prepare(
+            0 if self._uses_space else _count_servers(orders), 0.0 if servers is None else servers.gpus
+        )
         place([*(m for m in self.workers if m.place is None), *new], seconds=self._start_seconds())
         self._received.begin(orders.evaluation.done)
         if any(member.dead for member in self.members):
@@ -428,7 +430,7 @@ class WorkerGroup:
         if snapshot.source is not None:
             parts = [part.without_frozen() for part in parts]
         shared = [self.cluster.share(part.without_frozen()) for part in parts]  # each worker gets its column's part
-        whole = self._whole_parts(parts)
+        whole = self._share_whole_parts(parts)
         if self.space is not None and self._uses_space:
             self.space.begin(orders, snapshot, parts)
         else:
@@ -444,18 +446,18 @@ class WorkerGroup:
                 start = -1
             else:
                 start = snapshot.positions[self.grid.at(rank).data]
-            plan = self._worker_plan(rank, start)
+            plan = self._plan_worker(rank, start)
             own = (snapshot.own[rank],) if rank in snapshot.own else ()
-            column = self._column(rank)
+            column = self._find_column(rank)
             given = shared[column] if self._has_frozen(worker, parts[column]) else whole(column)
             begun.append((plan, own))
-            worker.incarnation = _incarnation(plan)
+            worker.incarnation = _read_incarnation(plan)
             replies.append(worker.handle.call("begin", plan, given, *own))
         settle(replies, self.workers)
         for at, worker in enumerate(self.workers):
             if not worker.dead and not replies[at].result(0):  # this process has changed a frozen parameter
                 plan, own = begun[at]
-                settle([worker.handle.call("begin", plan, whole(self._column(worker.rank)), *own)], [worker])
+                settle([worker.handle.call("begin", plan, whole(self._find_column(worker.rank)), *own)], [worker])
 
     # ---- workers that join and leave at any time
 
@@ -468,11 +470,11 @@ class WorkerGroup:
             newcomer.name = f"worker-{rank}"
             self.workers = sorted([*self.workers, newcomer], key=lambda worker: worker.rank)
             self.size = len(self.workers)
-            plan = self._worker_plan(rank, -1)
+            plan = self._plan_worker(rank, -1)
             newcomer.facts = newcomer.pending = None
             newcomer.await_reply(newcomer.handle.call("begin", plan, shared))
             self._has_frozen(newcomer, snapshot)
-            newcomer.incarnation = _incarnation(plan)
+            newcomer.incarnation = _read_incarnation(plan)
 
     def drop(self, worker: GroupMember) -> None:
         """Let a worker remove its files from its host, end its process, and release its resources."""
@@ -487,14 +489,14 @@ class WorkerGroup:
 
     def opener(self) -> Session:
         """Open a session of rank -1 with the servers, which the caller closes."""
-        [servers] = self._servers()
+        [servers] = self._list_servers()
         return servers.opener()
 
     @property
     def _job_servers(self) -> list[JobServers]:
         return [self._fixed] if self.space is None else [self._fixed, self.space]
 
-    def _replacement(self, rank: int, member: GroupMember) -> GroupMember:
+    def _start_replacement(self, rank: int, member: GroupMember) -> GroupMember:
         """Start a process in the place of a dead member, in the same resources."""
         self.cluster.kill(member.handle)
         return self._launcher.start(rank, member.resources)
@@ -540,7 +542,7 @@ class WorkerGroup:
             until(lambda: all(w.dead or w.pending is None or w.pending.done() for w in self.workers), seconds)
         return points
 
-    def _whole_parts(self, parts: list[Snapshot]) -> Callable[[int], Snapshot]:
+    def _share_whole_parts(self, parts: list[Snapshot]) -> Callable[[int], Snapshot]:
         """Return a function from a column to its part with frozen parameters, stored once in the cluster."""
         return functools.cache(lambda column: self.cluster.share(parts[column]))
 
@@ -554,23 +556,23 @@ class WorkerGroup:
 
         The model must fit on one worker.
         """
-        seat = self._seat(0)
+        seat = self._assign_seat(0)
         assert seat is not None, "the strategy keeps parameters on servers"
         return Session(
-            seat.source, seat.space, -1, timeout=self._current_orders().timeout, name="reader", resident=False
+            seat.source, seat.space, -1, timeout=self._require_orders().timeout, name="reader", resident=False
         )
 
-    def _seat(self, rank: int) -> SpaceRank | None:
+    def _assign_seat(self, rank: int) -> SpaceRank | None:
         """Return the worker's new place with the servers, or None if the worker needs no servers.
 
         The servers then refuse requests under the worker's earlier place.
         """
         if self.space is not None and self._uses_space:
             return self.space.seat(rank)
-        return self._fixed.seat(self._column(rank), self.grid.at(rank).data)
+        return self._fixed.seat(self._find_column(rank), self.grid.at(rank).data)
 
-    def _column(self, rank: int) -> int:
-        return self.grid.column(rank) if self._current_orders().division is not None else 0
+    def _find_column(self, rank: int) -> int:
+        return self.grid.column(rank) if self._require_orders().division is not None else 0
 
     def replace_workers(self, ranks: list[int], snapshot: Snapshot) -> None:
         """Start the workers `ranks` of one replica again, while the other workers keep training.
@@ -578,7 +580,7 @@ class WorkerGroup:
         Dead workers get new processes, and living ones keep theirs. The servers tell the workers their next step.
         """
         dead = [rank for rank in ranks if self.workers[rank].dead]
-        reached = [self._position(rank) for rank in ranks]
+        reached = [self._read_position(rank) for rank in ranks]
         for rank in dead:
             self._launcher.end([self.workers[rank]])
             self.workers[rank] = self._launcher.start(rank)
@@ -586,12 +588,12 @@ class WorkerGroup:
         if any(self.workers[rank].dead for rank in ranks):
             return  # the next poll reports the failure
         self._attempts += 1
-        parts = columns_of(snapshot, self._current_orders().division)
+        parts = columns_of(snapshot, self._require_orders().division)
         replies = []
         for rank, position in zip(ranks, reached, strict=True):
-            part = self.cluster.share(parts[self._column(rank)])
-            self._has_frozen(self.workers[rank], parts[self._column(rank)])
-            plan = self._worker_plan(rank, -1)
+            part = self.cluster.share(parts[self._find_column(rank)])
+            self._has_frozen(self.workers[rank], parts[self._find_column(rank)])
+            plan = self._plan_worker(rank, -1)
             plan = replace(plan, times=replace(plan.times, recovers=True, reached=position))
             replies.append(self.workers[rank].handle.call("begin", plan, part))
         settle(replies, [self.workers[rank] for rank in ranks])
@@ -621,26 +623,26 @@ class WorkerGroup:
         """Send the workers of a shard's column the map in which the shard is replaced."""
         column, _ = self._fixed.column(index)
         for worker in self.workers:
-            if not worker.dead and self._column(worker.rank) == column:
+            if not worker.dead and self._find_column(worker.rank) == column:
                 worker.await_reply(worker.handle.call("rewire", found))
 
-    def _position(self, rank: int) -> int:
+    def _read_position(self, rank: int) -> int:
         """Return the rounds that a worker, or its predecessor that died, has reported."""
         facts = self.workers[rank].facts
         return facts.position if isinstance(facts, WorkerFacts) else 0
 
-    def _addresses(self, axis: str, rank: int) -> list[str]:
+    def _list_addresses(self, axis: str, rank: int) -> list[str]:
         return [self.workers[other].address for other in self.grid.along(axis, rank)]
 
-    def _worker_plan(self, rank: int, start: int) -> WorkerPlan:
-        orders = self._current_orders()
+    def _plan_worker(self, rank: int, start: int) -> WorkerPlan:
+        orders = self._require_orders()
         within = {"stage": self.grid.stage, "tensor": self.grid.tensor}
         assignments = self._peers.assignments
         peers = PeerAddresses(
             self.secret,
-            [] if servers_of(orders.strategy) is not None else self._addresses("data", rank),
-            self._seat(rank),
-            {axis: self._addresses(axis, rank) for axis, length in within.items() if length > 1},
+            [] if servers_of(orders.strategy) is not None else self._list_addresses("data", rank),
+            self._assign_seat(rank),
+            {axis: self._list_addresses(axis, rank) for axis, length in within.items() if length > 1},
             self._attempts,
             orders.mailbox,
         )
@@ -669,12 +671,12 @@ class WorkerGroup:
     @property
     def _uses_space(self) -> bool:
         """Whether this generation uses the job's space: for its parameters, its tables, or both."""
-        return self.space is not None and self.space.serves(self._current_orders().strategy)
+        return self.space is not None and self.space.serves(self._require_orders().strategy)
 
-    def _servers(self) -> list[JobServers]:
+    def _list_servers(self) -> list[JobServers]:
         return [self.space] if self.space is not None and self._uses_space else [self._fixed]
 
-    def _current_orders(self) -> Orders:
+    def _require_orders(self) -> Orders:
         assert self._orders is not None, "begin() comes first"
         return self._orders
 
@@ -683,7 +685,7 @@ class WorkerGroup:
         """Why the strategy's stop rule ended the phase, or None if not all workers report that the rule was met."""
         facts = [worker.facts for worker in self.workers]
         reasons = [
-            f.met for f in facts if isinstance(f, WorkerFacts) and f.generation == self._current_orders().generation
+            f.met for f in facts if isinstance(f, WorkerFacts) and f.generation == self._require_orders().generation
         ]
         return reasons[0] if len(reasons) == self.size and None not in reasons else None
 
@@ -696,17 +698,17 @@ class WorkerGroup:
 
     def poll(self) -> list[Point]:
         """Process the answers that have arrived, and send new polls. Return the new metric points with their ranks."""
-        orders, wanted = self._current_orders(), self._wanted()
+        orders, wanted = self._require_orders(), self._choose_wanted_round()
         points: list[Point] = []
         for worker in self.workers:
             rank, facts = worker.rank, worker.poll(wanted, orders.timeout, self._collected)
             if isinstance(facts, WorkerFacts) and facts.generation == orders.generation:
-                worker.dead = overdue(facts.call, orders.timeout, facts.position, facts.ends)
+                worker.dead = explain_overdue(facts.call, orders.timeout, facts.position, facts.ends)
                 points += self._received.new_points(rank, facts.points)
         if self.space is not None:
             heard = {w.rank: w.facts for w in self.workers if isinstance(w.facts, WorkerFacts)}
             self.space.reached = {rank: (facts.position, facts.kept_since) for rank, facts in heard.items()}
-        for servers in self._servers():
+        for servers in self._list_servers():
             servers.poll(orders, wanted)
         return points
 
@@ -716,7 +718,7 @@ class WorkerGroup:
         for worker in self.workers:
             if isinstance(worker.facts, WorkerFacts):
                 positions[self.grid.at(worker.rank).data] = worker.facts.position
-        for servers in self._servers():
+        for servers in self._list_servers():
             servers.move_bound(MovedBound(staleness, tuple(positions)))
 
     def take_at(self, round: int) -> None:
@@ -736,9 +738,9 @@ class WorkerGroup:
         if self._schedule is not None:
             self._schedule.snapshot_once()
 
-    def _wanted(self) -> int:
+    def _choose_wanted_round(self) -> int:
         """Return the round whose part every member must retain, or 0 while the members' positions are not known."""
-        members = self._members_of_snapshot()
+        members = self._find_members_of_snapshot()
         if self._schedule is None or members is None:
             return 0
         return self._schedule.choose_round(members, self._collected)
@@ -773,16 +775,16 @@ class WorkerGroup:
         If states are taken in order, return the oldest one that is newer than `snapshot`, which is the newest state
         that the driver has.
         """
-        members = self._members_of_snapshot()
+        members = self._find_members_of_snapshot()
         if members is None or any(member.dead for member in self.members):
             return None
-        in_step = runs_in_step(self._current_orders().strategy)
+        in_step = runs_in_step(self._require_orders().strategy)
         common = set.intersection(*(set(held) for _, held in members))
         newest_first = self._schedule is None or not self._schedule.in_order
         for newest in sorted((r for r in common if r > snapshot.clock), reverse=newest_first):
             workers = [worker.handle.call("part", newest if in_step else None) for worker in self.workers]
-            waits = [servers.parts(newest) for servers in self._servers()]
-            timeout = self._current_orders().timeout
+            waits = [servers.parts(newest) for servers in self._list_servers()]
+            timeout = self._require_orders().timeout
             end = time.monotonic() + timeout  # for all of them: workers that wait for rows are not polled meanwhile
             try:
                 worker_parts = [part.result(max(0.0, end - time.monotonic())) for part in workers]
@@ -794,7 +796,7 @@ class WorkerGroup:
             if whole and (states is None or states.fetch_states(self.workers, newest, timeout)):
                 found = self._assemble(snapshot, worker_parts, [part for part in held if part is not None])
                 lead = next(iter(worker_parts), None)
-                early = [(self._current_orders().end, found.clock)] if lead is not None and lead.met else []
+                early = [(self._require_orders().end, found.clock)] if lead is not None and lead.met else []
                 found.strategy, found.ended = snapshot.strategy, snapshot.ended + early
                 if self.slots is not None:  # ranks that do not take part may have old marks
                     found.positions = [max(each, newest) for each in found.positions]
@@ -804,23 +806,23 @@ class WorkerGroup:
 
     def _assemble(self, base: Snapshot, worker_parts: list[WorkerPart | None], held: list[ShardPart]) -> Snapshot:
         """Return the whole state from all members' parts."""
-        division = self._current_orders().division
-        if self._current_orders().snapshots.parts is not None:
+        division = self._require_orders().division
+        if self._require_orders().snapshots.parts is not None:
             return assemble_written(base, [part for part in worker_parts if part is not None])
         if division is None:
             ranks = [worker.rank for worker in self.workers]
             return assemble(base, dict(zip(ranks, worker_parts, strict=True)), held)
-        columns = [self._column(rank) for rank in range(self.size)]
-        [servers] = self._servers()
+        columns = [self._find_column(rank) for rank in range(self.size)]
+        [servers] = self._list_servers()
         of = [list(servers.of(i)) for i in range(len(division.columns))] if held else []
-        return in_columns(division, base, columns, worker_parts, of, held)
+        return assemble_columns(division, base, columns, worker_parts, of, held)
 
     def saved(self, snapshot: Snapshot) -> None:
         """Tell the servers that the driver has this state, and that its pushes need not be retained any more."""
-        for servers in self._servers():
+        for servers in self._list_servers():
             servers.saved(snapshot)
 
-    def _members_of_snapshot(self) -> list[tuple[int, list[int]]] | None:
+    def _find_members_of_snapshot(self) -> list[tuple[int, list[int]]] | None:
         """Return (progress, retained rounds) of each member whose part of a snapshot must be of the chosen round.
 
         Return None if not all members have reported. If workers run in step, these are all members. Otherwise they are
@@ -834,12 +836,12 @@ class WorkerGroup:
             running = [f.position for f in known if f.waits_at is None and f.status == "running"]
             slowest = min(running) if running else max((f.position for f in known), default=0)
         found: list[tuple[int, list[int]]] = []
-        for servers in self._servers():
+        for servers in self._list_servers():
             held = servers.held(slowest)
             if held is None:
                 return None
             found += held
-        if found and not runs_in_step(self._current_orders().strategy):
+        if found and not runs_in_step(self._require_orders().strategy):
             return found
         if not all(facts):
             return None
@@ -851,21 +853,21 @@ class WorkerGroup:
         Return None if a worker was lost during the evaluation. That worker then counts as dead. `timeout` is in
         seconds.
         """
-        parts = columns_of(snapshot, self._current_orders().division)
+        parts = columns_of(snapshot, self._require_orders().division)
         shared = [
             (self.cluster.share(part.params) if part.source is None else None, part.without_frozen().buffers)
             for part in parts
         ]
         shares = [None if self.slots is None else (at, self.size) for at in range(self.size)]
         replies = [
-            w.handle.call("evaluate", *shared[self._column(w.rank)], share)
+            w.handle.call("evaluate", *shared[self._find_column(w.rank)], share)
             for w, share in zip(self.workers, shares, strict=True)
         ]
-        silence = self._current_orders().timeout
-        return evaluated(self.workers, replies, timeout, silence=silence, round=snapshot.round)
+        silence = self._require_orders().timeout
+        return collect_evaluation(self.workers, replies, timeout, silence=silence, round=snapshot.round)
 
 
-def _incarnation(plan: WorkerPlan) -> int:
+def _read_incarnation(plan: WorkerPlan) -> int:
     return 0 if plan.peers.seat is None else plan.peers.seat.incarnation
 
 
@@ -909,14 +911,14 @@ class _ReceivedPoints:
         return True
 
 
-def _servers(orders: Orders) -> int:
+def _count_servers(orders: Orders) -> int:
     """Return how many servers of its own a job needs in a generation: at least one per column, or 0."""
     columns = 1 if orders.division is None else len(orders.division.columns)
     servers = servers_of(orders.strategy)
     return 0 if servers is None else servers.shards(columns)
 
 
-def evaluated(
+def collect_evaluation(
     members: Sequence[GroupMember], replies: Sequence[ActorReply], timeout: float, *, silence: float, round: int
 ) -> Totals | None:
     """Return a dict from each metric's name to its total over all workers' results, or None if a worker was lost.
@@ -949,4 +951,4 @@ def evaluated(
             disconnected.append((member, str(error)))
     if disconnected and not any(member.dead for member in members):  # otherwise the dead worker is the cause
         disconnected[0][0].dead = disconnected[0][1]
-    return total_over(found) if len(found) == len(members) else None
+    return add_up_totals(found) if len(found) == len(members) else None

@@ -39,11 +39,11 @@ from rayps.runtime.driver.decide_recovery import (
     Restart,
     RunEnded,
     RunFacts,
+    choose_recovery,
     death_of,
-    recovery_now,
 )
 from rayps.runtime.driver.driven_job import DrivenJob, JobRun
-from rayps.runtime.driver.last_checkpoint import LastCheckpoint, repeated_rounds
+from rayps.runtime.driver.last_checkpoint import LastCheckpoint, count_repeated_rounds
 from rayps.runtime.driver.make_group import make_group
 from rayps.runtime.driver.phases import PhaseRun, RunPlan
 from rayps.runtime.driver.prepare_run import prepare_run, trial_of
@@ -112,7 +112,7 @@ class WorkloadJob(DrivenJob):
         )
         self._evaluation_batches = evaluation_batches
         self._checkpoints = Checkpointer(spec, journal, checkpoints, resume, self._callbacks, workload)
-        record = RunRecord(journal, spec.workers, self._round_and_facts, self._callbacks.deliver)
+        record = RunRecord(journal, spec.workers, self._read_round_and_facts, self._callbacks.deliver)
         self.run = JobRun(spec, journal, record, failures)
         self._recoveries = RecoveryExecutor(journal, self.run.failures)
         record.trace_into(profile)
@@ -180,7 +180,7 @@ class WorkloadJob(DrivenJob):
             started, self._started = self._started, None
             if started is not None:
                 started.close()
-            return self._facts_of_start((died,), {died[0]: str(error.data.get("output", ""))})
+            return self._collect_facts_of_start((died,), {died[0]: str(error.data.get("output", ""))})
         plan, first = self._plan, self._checkpoints.round
         plan.changes.begin(self._group, {"cpu": 1.0} | self.run.spec.resources)
         if self._checkpoints.resume is not None:
@@ -207,7 +207,7 @@ class WorkloadJob(DrivenJob):
         self.trial.end(self.run.journal)
         self._checkpoints.first(group, self.workload, plan, again=again)
 
-    def _facts_of_start(self, dead: tuple[tuple[str, str], ...], outputs: dict[str, str]) -> RunFacts:
+    def _collect_facts_of_start(self, dead: tuple[tuple[str, str], ...], outputs: dict[str, str]) -> RunFacts:
         self._recoveries.record_failures(errors=False, dead=True)
         return self.run.facts_of_start(dead, outputs)
 
@@ -288,7 +288,9 @@ class WorkloadJob(DrivenJob):
         lost = group.begin(orders, self._checkpoints.snapshot, continues)
         group.end_leavers()
         if lost:
-            return replace(self._facts_of_start(lost, group.last_outputs()), recovery=self._recovery(phase))
+            return replace(
+                self._collect_facts_of_start(lost, group.last_outputs()), recovery=self._choose_recovery(phase)
+            )
         changes.begun(group)
         self._bound.begin(orders.strategy)
         self.run.record.set_status(Status.RUNNING, "")
@@ -491,17 +493,17 @@ class WorkloadJob(DrivenJob):
             in_row=recoveries.count.in_row,
             outputs=group.last_outputs(),
             error_age=recoveries.error_age,
-            recovery=self._recovery(self._plan.phase(phase)),
+            recovery=self._choose_recovery(self._plan.phase(phase)),
             stop=ends,
             ends_early=self._callbacks.may_end(self._checkpoints.round),
             positions={name: f.position for name, f in current},
             unanswered=group.unanswered,
         )
 
-    def _recovery(self, phase: PhaseRun) -> Recovery:
+    def _choose_recovery(self, phase: PhaseRun) -> Recovery:
         """Return how the run recovers from a death now."""
         changes, group = self._plan.changes, self._group
-        return recovery_now(
+        return choose_recovery(
             RecoveryFacts(
                 phase.phase.strategy.recovery,
                 holds_tables=group.holds_tables,
@@ -513,7 +515,7 @@ class WorkloadJob(DrivenJob):
             )
         )
 
-    def _round_and_facts(self) -> tuple[int, ProgressRecord]:
+    def _read_round_and_facts(self) -> tuple[int, ProgressRecord]:
         facts: ProgressRecord = {
             "generation": self.run.generation,
             "failures": self.run.failures.failures,
@@ -568,7 +570,7 @@ class WorkloadJob(DrivenJob):
             outcome.message = self._leave()
             return outcome
         elif state.status is Status.STOPPED:
-            outcome.message = self._stopped()
+            outcome.message = self._describe_stop()
         else:
             outcome.error = state.error
         self._report_claim()
@@ -600,9 +602,9 @@ class WorkloadJob(DrivenJob):
         checkpoints, saved = self._checkpoints, self._checkpoints.saved is not None
         positions = checkpoints.newest.positions if saved and checkpoints.newest is not None else []
         at = checkpoints.round if saved else 0
-        return self.run.depart(at, repeated_rounds(facts, positions, at))
+        return self.run.depart(at, count_repeated_rounds(facts, positions, at))
 
-    def _stopped(self) -> str:
+    def _describe_stop(self) -> str:
         saved = self._checkpoints.saved
         if self._known is None:
             return f"stopped on request before it started: {f'{saved} is kept' if saved else 'nothing was saved'}"

@@ -17,13 +17,13 @@ from rayps.cluster.code_folder import JobCode, OpenCode, enter_code
 from rayps.cluster.local import host_address
 from rayps.cluster.members import ActorHost
 from rayps.core.job.records import Event, Point
-from rayps.core.job.user_code import placed, user_code
+from rayps.core.job.user_code import add_place, user_code
 from rayps.core.job.user_module import unpack
 from rayps.core.logs import LogBuffer
-from rayps.core.rows.rank_seed import rank_seed
+from rayps.core.rows.rank_seed import derive_rank_seed
 from rayps.core.time.member_times import MemberTimes
 from rayps.runtime.own_loop.activity import Activity, activity_of
-from rayps.runtime.own_loop.named import arguments
+from rayps.runtime.own_loop.named import choose_arguments
 from rayps.runtime.own_loop.state import SavedPart
 from rayps.runtime.own_loop.step_measure import StepRates
 from rayps.runtime.own_loop.world import LoopPlace, World, current
@@ -99,7 +99,7 @@ class LoopActor:
         self._times_due = 0.0  # the time of the next report of the account
         if recovers:
             self._world.measure.account.enter("recovery")
-        self._world.produced = self._produced
+        self._world.produced = self._report_produced
         if capture:
             self._logs.capture()
             logging.getLogger("rayps").setLevel(logging.WARNING)
@@ -114,7 +114,7 @@ class LoopActor:
         here = self._world
         current.set(here)
         self._thread, self._stepped = threading.get_ident(), (here.steps, time.monotonic())
-        torch.manual_seed(rank_seed(here.place.seed, here.rank))
+        torch.manual_seed(derive_rank_seed(here.place.seed, here.rank))
         if own is not None and first is not None:
             here.restored, here.steps, here.saved = (own, first), own.steps, own.number
         failed = True
@@ -123,14 +123,14 @@ class LoopActor:
             function = unpack(self._packed, shared=True)
             here.measure.account.enter("compute")
             with user_code(getattr(function, "__name__", "train_fn")):
-                result = function(**arguments(function, here.place.params))
+                result = function(**choose_arguments(function, here.place.params))
             if not self._sends:
                 result = None
             elif self._checks:
                 check_sendable(result)
             self._returned, failed = True, False
         except WorkloadError as error:
-            message = placed(error.message, f"on worker-{here.rank}, after {here.steps} optimizer steps")
+            message = add_place(error.message, f"on worker-{here.rank}, after {here.steps} optimizer steps")
             raise WorkloadError(message, **error.data | {"rank": here.rank}) from error
         finally:
             try:
@@ -198,7 +198,7 @@ class LoopActor:
         if error is not None:
             raise error
 
-    def _produced(self) -> None:
+    def _report_produced(self) -> None:
         """Report a step, a point or a save to the driver: steps and points at most every tenth of a second."""
         now = time.monotonic()
         if self._world.parts or now - self._reported_at >= REPORT_SECONDS:

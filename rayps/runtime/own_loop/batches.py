@@ -33,7 +33,7 @@ def batches(data: Data, *, epoch: int = 0, start: int = 0, seed: int | None = No
 
 
 def _read(here: World, data: Data, place: Place, start: int) -> Iterator[Batch]:
-    loader = None if data.ahead is None else _loader(here, data)
+    loader = None if data.ahead is None else _find_loader(here, data)
     items = data.part(place, start) if loader is None else loader.read(place, start)
     # in a thread of the user's that reads ahead, a wait does not hold up the loop
     for batch, _ in here.measure.timed(items) if current.get(None) is here else items:
@@ -43,7 +43,7 @@ def _read(here: World, data: Data, place: Place, start: int) -> Iterator[Batch]:
         yield batch
 
 
-def _loader(here: World, data: Data) -> Loader:
+def _find_loader(here: World, data: Data) -> Loader:
     """Return the loader of a data set, which begins at its first epoch and ends with the function."""
     found = here.loaders.get(id(data))
     if found is None:

@@ -12,7 +12,7 @@ from rayps_client.errors import CheckpointError
 from torch import Tensor
 
 from rayps.runtime.own_loop.state import SavedPart
-from rayps.runtime.results.saved_model import new_folder
+from rayps.runtime.results.saved_model import create_folder
 
 WRAPPED = "model"  # the name of a wrapped model, if the saved state has nothing of this name
 
@@ -25,15 +25,15 @@ def modules_of(part: SavedPart) -> dict[str, dict[str, Tensor]]:
     module of this name. A wrapped model has its learning parameters and its buffers.
     """
     wraps: list[dict[str, Any]] = part.content("wraps")
-    found = dict(_dicts(part.content("state"), ""))
+    found = dict(_find_dicts(part.content("state"), ""))
     for number, state in enumerate(wraps):
         name = WRAPPED if len(wraps) == 1 else f"{WRAPPED}_{number}"
         if "layout" in state and name not in found:
-            found[name] = _wrapped(state)
+            found[name] = _unpack_wrapped(state)
     return found
 
 
-def _wrapped(state: Mapping[str, Any]) -> dict[str, Tensor]:
+def _unpack_wrapped(state: Mapping[str, Any]) -> dict[str, Tensor]:
     vector, named, lo = state.get("servers", state["vector"]), dict[str, Tensor](), 0
     for name, shape in state["layout"]["parameters"]:
         count = math.prod(shape)
@@ -42,7 +42,7 @@ def _wrapped(state: Mapping[str, Any]) -> dict[str, Tensor]:
     return named | {name: state["buffers"][name] for name in state["layout"]["buffers"]}
 
 
-def _dicts(value: object, name: str) -> Iterator[tuple[str, dict[str, Tensor]]]:
+def _find_dicts(value: object, name: str) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """Yield (place, dict) of each dict of tensors in a saved state."""
     if not isinstance(value, dict) or value.keys() >= {"state", "param_groups"}:  # not an optimizer
         return
@@ -50,7 +50,7 @@ def _dicts(value: object, name: str) -> Iterator[tuple[str, dict[str, Tensor]]]:
         yield name or WRAPPED, value
         return
     for key, item in value.items():
-        yield from _dicts(item, f"{name}.{key}" if name else str(key))
+        yield from _find_dicts(item, f"{name}.{key}" if name else str(key))
 
 
 def export_modules(part: SavedPart, folder: str | Path, path: str) -> list[str]:
@@ -73,5 +73,5 @@ def export_modules(part: SavedPart, folder: str | Path, path: str) -> list[str]:
             file = draft / f"{name.replace('/', '_')}.safetensors"
             safetensors.torch.save_file({key: value.clone().contiguous() for key, value in tensors.items()}, file)
 
-    new_folder(folder, write)
+    create_folder(folder, write)
     return list(found)

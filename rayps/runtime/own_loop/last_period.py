@@ -13,7 +13,7 @@ def open_steps(strategy: StrategyView, memory: RoundMemory) -> int:
     return int(memory.get("rounds" if strategy.loop == LOCAL_UPDATES else "steps", 0))
 
 
-def never_stepped(strategy: StrategyView, name: str) -> WorkloadError:
+def explain_never_stepped(strategy: StrategyView, name: str) -> WorkloadError:
     """Return the error of a loop that has changed the parameter `name`, not alike on all workers, and taken no step."""
     return WorkloadError(
         f"the loop has changed the parameter {name!r} by itself and never called optimizer.step(), so that "
@@ -23,7 +23,7 @@ def never_stepped(strategy: StrategyView, name: str) -> WorkloadError:
     )
 
 
-def change_kept_here(strategy: StrategyView, name: str, when: str) -> str:
+def warn_of_change_kept_here(strategy: StrategyView, name: str, when: str) -> str:
     """Return the warning of a change of the parameter `name` after the last step, which the servers do not have."""
     return (
         f"{when}, the parameter {name!r} was changed in place after the last optimizer.step(): under {strategy.name} "
@@ -32,7 +32,7 @@ def change_kept_here(strategy: StrategyView, name: str, when: str) -> str:
     )
 
 
-def incomplete_period(strategy: StrategyView, steps: int, taken: int, known: int | None, *, even: bool) -> str:
+def warn_of_incomplete_period(strategy: StrategyView, steps: int, taken: int, known: int | None, *, even: bool) -> str:
     """Return the warning of a loop that ended `steps` steps after its last average or push, of `taken` steps in all.
 
     `known` is the argument `steps` of `wrap`. `even`: whether the workers had taken equally many steps.

@@ -62,7 +62,7 @@ class LogPoints:
         ]
         for number in done:
             del self._open[number]
-        merged = [self._mean(number) for number in done]
+        merged = [self._average(number) for number in done]
         for number in [n for n in sorted(self._parts) if n not in self._open][:-KEPT]:
             del self._parts[number]
             self._dropped = max(self._dropped, number)
@@ -74,12 +74,12 @@ class LogPoints:
             return False
         return now - self._open[number] < (LATE_SECONDS if rank in self._reached else QUIET_SECONDS)
 
-    def _mean(self, number: int) -> Point:
+    def _average(self, number: int) -> Point:
         points = [point for _, point in sorted(self._parts[number].items())]
         names = list(dict.fromkeys(name for point in points for name in point["numbers"]))
         means: dict[str, float | None] = {"loss": None}
         for name in names:
-            held = [(point["numbers"][name], _weight(point)) for point in points if name in point["numbers"]]
+            held = [(point["numbers"][name], _read_weight(point)) for point in points if name in point["numbers"]]
             total = sum(samples for _, samples in held)
             means[name] = sum(value * samples for value, samples in held if samples) / total if total else None
         return {
@@ -95,7 +95,7 @@ class LogPoints:
         }
 
 
-def _weight(point: Point) -> float:
+def _read_weight(point: Point) -> float:
     return 1.0 if point["samples"] is None else float(point["samples"])
 
 

@@ -44,11 +44,11 @@ from rayps.runtime.driver.driven_job import DrivenJob, JobRun
 from rayps.runtime.own_loop.actor import LoopOutput
 from rayps.runtime.own_loop.log_points import LogPoints, numbers_of
 from rayps.runtime.own_loop.loop_recovery import recovery_of_loop
-from rayps.runtime.own_loop.named import all_params, arguments
+from rayps.runtime.own_loop.named import add_defaults, choose_arguments
 from rayps.runtime.own_loop.same_rows import SAME_ROWS
 from rayps.runtime.own_loop.state import PartsBySave, SavedPart, checkpoint_of, parts_of
 from rayps.runtime.own_loop.step_measure import StepRates
-from rayps.runtime.own_loop.watch import LoopWatch, death_error, uneven_steps_error, with_activities
+from rayps.runtime.own_loop.watch import LoopWatch, explain_death, explain_uneven_steps, with_activities
 from rayps.runtime.own_loop.world import LoopPlace
 from rayps.runtime.records.journal import Journal
 from rayps.runtime.records.status import Outcome, RunRecord
@@ -103,7 +103,7 @@ class _Group:
             times, trace = output.times or before.times, output.trace or before.trace
             self.members[rank].facts = _LoopFacts(output.steps, times, trace, output.rates or before.rates)
         for member, reply in zip(self.members, self._places, strict=True):
-            member.place = member.place or _place(reply)
+            member.place = member.place or _read_place(reply)
         return found
 
     def replace(self, member: GroupMember, states: list[SavedPart] | None) -> None:
@@ -136,7 +136,7 @@ class _Group:
                 errors.append((f"worker-{rank}", found))
             except Exception as error:  # what a user's function raises in a thread of this process
                 errors.append((f"worker-{rank}", error))
-        self._failed = {_rank(worker) for worker, _ in errors}
+        self._failed = {_parse_rank(worker) for worker, _ in errors}
         if errors and self.error_at is None:
             self.error_at = time.monotonic()
         return returned, errors, dead
@@ -189,7 +189,7 @@ class LoopJob(DrivenJob):
         the results of the function are wanted. `profile` is the folder for traces of a few steps; None if there are
         none. `code`: what the workers import the user's modules from, unless it is the folder `spec.working_dir`.
         """
-        record = RunRecord(journal, spec.workers, self._round_and_facts)
+        record = RunRecord(journal, spec.workers, self._read_round_and_facts)
         record.trace_into(profile)
         self.run = JobRun(spec, journal, record, failures)
         self.results: list[Any] = []
@@ -198,10 +198,10 @@ class LoopJob(DrivenJob):
         self._code = code or JobCode.of_caller(spec.working_dir)
         self._started: _Started | None = None
         self._group: _Group | None = None
-        self._points, self._gathering = LogPoints(spec.workers, _name(spec)), PartsBySave(spec.workers)
+        self._points, self._gathering = LogPoints(spec.workers, _read_strategy_name(spec)), PartsBySave(spec.workers)
         self._newest: list[SavedPart] | None = None  # the newest saved state, if there is no folder
         self._saved: tuple[int, int, Location | None] | None = None  # number, steps and path of the newest saved state
-        self._progress: ProgressRecord = {"loss": None, "params": all_params(function, spec.params)}
+        self._progress: ProgressRecord = {"loss": None, "params": add_defaults(function, spec.params)}
         self._throughput = Throughput()
         self._last: tuple[int, float] | None = None  # the number of the newest save at a stop request; the deadline
 
@@ -222,7 +222,7 @@ class LoopJob(DrivenJob):
         Raises:
             ConfigError, WorkloadError, CheckpointError: an argument is wrong. The text says how to fix it.
         """
-        arguments(self._function, self.run.spec.params)
+        choose_arguments(self._function, self.run.spec.params)
         if self._resume is not None and self._saved is None:
             parts = parts_of(checkpoint.load(self._resume), self.run.spec.workers, str(self._resume))
             self._newest = parts
@@ -257,7 +257,7 @@ class LoopJob(DrivenJob):
         self.run.generation += 1
         self._points.restart(self.run.generation)
         self._gathering = PartsBySave(spec.workers)
-        states = self._states()
+        states = self._load_states()
         if states is not None:
             self._gathering.counts = [states[0].number] * spec.workers
             self._gathering.complete = states[0].number
@@ -306,7 +306,7 @@ class LoopJob(DrivenJob):
         )
         return GroupMember(f"worker-{rank}", handle, spawned=began)
 
-    def _states(self) -> list[SavedPart] | None:
+    def _load_states(self) -> list[SavedPart] | None:
         """Return the ranks' parts of the newest saved state, or None if there is none."""
         if self._newest is None and self._saved is not None and self._saved[2] is not None:
             path = self._saved[2]
@@ -347,7 +347,7 @@ class LoopJob(DrivenJob):
             max_failures=run.spec.max_failures,
             in_row=run.failures.in_row,
             recovery=self._recovery(group, dead, errors),
-            outputs={name: started.cluster.last_output(group.members[_rank(name)].handle) for name, _ in dead},
+            outputs={name: started.cluster.last_output(group.members[_parse_rank(name)].handle) for name, _ in dead},
             stop=run.stopping.is_set(),
             positions={f"worker-{rank}": output.steps for rank, output in sorted(group.watch.latest.items())},
         )
@@ -355,7 +355,7 @@ class LoopJob(DrivenJob):
     def _recovery(self, group: _Group, dead: list[tuple[str, str]], errors: list[tuple[str, Exception]]) -> Recovery:
         """Return how the run recovers from a death now."""
         free = [rank for rank, output in group.watch.latest.items() if output.is_free]
-        return recovery_of_loop([_rank(name) for name, _ in dead], free, errors=bool(errors))
+        return recovery_of_loop([_parse_rank(name) for name, _ in dead], free, errors=bool(errors))
 
     def follow(self, phase: int, decision: Decision, facts: RunFacts) -> Findings:
         """Report the points of complete steps. If the generation ends, wait for the last output of its workers."""
@@ -365,26 +365,26 @@ class LoopJob(DrivenJob):
             self.run.stopping.wait(POLL_SECONDS)
             return Findings(decision=decision)
         if isinstance(decision, Replace):
-            group.watch.finish([_rank(name) for name in decision.lost], self.poll)
+            group.watch.finish([_parse_rank(name) for name in decision.lost], self.poll)
             self._report(())
             return Findings(decision=decision)
         group.watch.finish(group.ended(), self.poll)
         self._report(range(workers))
-        return Findings(decision=self._explained(decision, facts, group), complete=True)
+        return Findings(decision=self._explain(decision, facts, group), complete=True)
 
-    def _explained(self, decision: Decision, facts: RunFacts, group: _Group) -> Decision:
+    def _explain(self, decision: Decision, facts: RunFacts, group: _Group) -> Decision:
         """Return the decision with the error that explains it best."""
         only_lost = not facts.dead and all(isinstance(error, LinkError) for _, error in facts.errors)
         if facts.errors and only_lost and isinstance(decision, (Restart, Fail)):
-            uneven = uneven_steps_error(group.watch.latest)
+            uneven = explain_uneven_steps(group.watch.latest)
             if uneven is not None:
                 return Fail(uneven, str(uneven))
         if isinstance(decision, Fail) and decision.error is None and not self.run.spec.max_failures:
             if facts.dead:
                 name, reason = facts.dead[0]
-                output = group.watch.latest.get(_rank(name))
+                output = group.watch.latest.get(_parse_rank(name))
                 steps = output.steps if output else None
-                error: Exception = death_error(_rank(name), steps, reason, facts.outputs[name])
+                error: Exception = explain_death(_parse_rank(name), steps, reason, facts.outputs[name])
             else:
                 error = facts.errors[0][1]
             return Fail(error, str(error))
@@ -408,9 +408,9 @@ class LoopJob(DrivenJob):
 
     def replace_members(self, decision: Replace) -> None:
         """Start new processes for the lost workers alone, from the newest saved state if there is one."""
-        group, states, started = self._workers, self._states(), self._started
+        group, states, started = self._workers, self._load_states(), self._started
         assert started is not None, "the resources are reserved first"
-        for rank in map(_rank, decision.lost):
+        for rank in map(_parse_rank, decision.lost):
             started.cluster.kill(group.members[rank].handle)
             group.replace(self._spawn(rank, group.name, recovers=True), states)
             self._gathering.continue_alone(rank)
@@ -448,7 +448,7 @@ class LoopJob(DrivenJob):
             return
         group.over = True
         if all(reply.done() for reply in group.replies) and self._sends:
-            self.results = [_result(reply) for reply in group.replies]
+            self.results = [_read_result(reply) for reply in group.replies]
         group.watch.close()
         for member in group.members:
             started.cluster.kill(member.handle)
@@ -535,7 +535,7 @@ class LoopJob(DrivenJob):
                 round=step,
             )
 
-    def _round_and_facts(self) -> tuple[int, ProgressRecord]:
+    def _read_round_and_facts(self) -> tuple[int, ProgressRecord]:
         facts: ProgressRecord = {
             **self._progress,
             "generation": self.run.generation,
@@ -574,7 +574,7 @@ class LoopJob(DrivenJob):
         return outcome
 
 
-def _name(spec: JobSpec) -> str:
+def _read_strategy_name(spec: JobSpec) -> str:
     """Return the name of the strategy that `wrap` uses by default."""
     found = spec.strategy
     return str(found.get("name", "")) if isinstance(found, dict) else str(found).partition(":")[0]
@@ -585,11 +585,11 @@ def _called(member: GroupMember, states: list[SavedPart] | None) -> ActorReply:
     return member.handle.call("run", *(() if states is None else (states[member.rank], states[0])))
 
 
-def _rank(worker: str) -> int:
+def _parse_rank(worker: str) -> int:
     return int(worker.removeprefix("worker-"))
 
 
-def _place(reply: ActorReply) -> ActorHost | None:
+def _read_place(reply: ActorReply) -> ActorHost | None:
     try:
         found: ActorHost | None = reply.result(0) if reply.done() else None
     except Exception:  # the worker has died; its function's reply has the reason
@@ -597,7 +597,7 @@ def _place(reply: ActorReply) -> ActorHost | None:
     return found
 
 
-def _result(reply: ActorReply) -> Any:
+def _read_result(reply: ActorReply) -> Any:
     try:
         return reply.result(0)
     except Exception:  # the run has failed, and the decision has the error

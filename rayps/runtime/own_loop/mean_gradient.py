@@ -52,7 +52,7 @@ class MeanGradient:
         self._begun: float | None = None  # the number of samples with which a mean was begun in this backward
         self._step = 0
         self._end = BackwardEnd(self._end_backward)
-        self._hooks = watch(flat.parameters, self._arrived)
+        self._hooks = watch(flat.parameters, self._take_gradient)
 
     @torch.no_grad()
     def average(self, samples: float) -> None:
@@ -69,7 +69,7 @@ class MeanGradient:
         self._begin(samples)
         self._flags.state(ODD_STEP if self._step % 2 else EVEN_STEP)
         self._flags.state(CHANGED, self.is_touched())
-        mean, unused = self._compressed(samples) if self._buckets is None else self._buckets.finish()
+        mean, unused = self._average_compressed(samples) if self._buckets is None else self._buckets.finish()
         self._flat.load_grad(mean)
         for i in unused:
             self._flat.parameters[i].grad = None
@@ -100,7 +100,7 @@ class MeanGradient:
             if self._buckets is not None:
                 self._buckets.begin(samples, adds=True)
 
-    def _arrived(self, i: int, p: Tensor) -> None:
+    def _take_gradient(self, i: int, p: Tensor) -> None:
         """Take a gradient that backward has computed."""
         if self.suspended:
             self.samples, self.in_backward = None, False
@@ -118,7 +118,7 @@ class MeanGradient:
             self.average(self._begun)
             self.in_backward = True
 
-    def _compressed(self, samples: float) -> tuple[Tensor, Collection[int]]:
+    def _average_compressed(self, samples: float) -> tuple[Tensor, Collection[int]]:
         """Return the mean of compressed gradients, and the indices of the parameters that no rank has used.
 
         If a gradient is not finite, the mean is sent without compression: error feedback would keep the infinity.

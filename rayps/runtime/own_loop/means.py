@@ -9,7 +9,7 @@ import torch
 from rayps_client.errors import ConfigError
 
 from rayps.comm.ring import Ring
-from rayps.runtime.own_loop.world import World, plain_number, world
+from rayps.runtime.own_loop.world import World, read_number, world
 
 
 def mean(value: SupportsFloat, *, samples: float = 1.0) -> float:
@@ -26,18 +26,18 @@ def mean(value: SupportsFloat, *, samples: float = 1.0) -> float:
         rayps.run(lambda: rayps.mean(rayps.world().rank), workers=2)  # [0.5, 0.5]
     """
     here = world()
-    number, weight = plain_number(value), plain_number(samples)
+    number, weight = read_number(value), read_number(samples)
     if number is None:
         raise ConfigError(f"rayps.mean was given {type(value).__name__}: give a number, or a tensor of one element")
     if weight is None or not 0 <= weight < math.inf:
         raise ConfigError(f"rayps.mean was given samples={samples!r}: give a number of at least 0", field="samples")
     pair = torch.tensor([number * weight if weight else 0.0, weight], dtype=torch.float64)
     with here.measure.account.span("waiting"):
-        total, count = _ring(here).sum(pair).tolist()
+        total, count = _join_ring(here).sum(pair).tolist()
     return total / count if count else math.nan
 
 
-def _ring(here: World) -> Ring:
+def _join_ring(here: World) -> Ring:
     """Return the ring of the means, which all workers join at their first mean."""
     if here.ring is not None:
         return here.ring

@@ -30,12 +30,12 @@ def load(target: str, working_dir: str | None = None) -> Callable[..., Any]:
     return FINDER.find_function(target, working_dir)
 
 
-def known(function: Callable[..., Any]) -> list[str]:
+def list_arguments(function: Callable[..., Any]) -> list[str]:
     """Return the names of the arguments that a run can give to its function."""
-    return list(_named(function) or ())
+    return list(_find_arguments(function) or ())
 
 
-def _named(function: Callable[..., Any]) -> dict[str, inspect.Parameter] | None:
+def _find_arguments(function: Callable[..., Any]) -> dict[str, inspect.Parameter] | None:
     """Return the arguments that can be given by name; None if they are not known."""
     try:
         found = inspect.signature(function).parameters
@@ -45,7 +45,7 @@ def _named(function: Callable[..., Any]) -> dict[str, inspect.Parameter] | None:
     return {name: p for name, p in found.items() if p.kind not in hidden}
 
 
-def arguments(function: Callable[..., Any], params: Mapping[str, Json]) -> dict[str, Json]:
+def choose_arguments(function: Callable[..., Any], params: Mapping[str, Json]) -> dict[str, Json]:
     """Return the keyword arguments with which a run calls its function.
 
     A function without arguments gets none, and reads the parameters by `rayps.params()`.
@@ -54,7 +54,7 @@ def arguments(function: Callable[..., Any], params: Mapping[str, Json]) -> dict[
         ConfigError: the function has no argument of a parameter's name, an argument without default has no value, or a
             value is of another type than the argument's default. The error names the parameter.
     """
-    named = _named(function)
+    named = _find_arguments(function)
     if named is None:
         return {}
     takes_all = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values())
@@ -83,11 +83,11 @@ def arguments(function: Callable[..., Any], params: Mapping[str, Json]) -> dict[
     return dict(params)
 
 
-def all_params(function: Callable[..., Any], params: Mapping[str, Json]) -> JsonObject:
+def add_defaults(function: Callable[..., Any], params: Mapping[str, Json]) -> JsonObject:
     """Return the parameters of a run with the defaults of the function's other arguments, if JSON can hold them."""
     defaults = {
         name: p.default
-        for name, p in (_named(function) or {}).items()
+        for name, p in (_find_arguments(function) or {}).items()
         if p.default is None or type(p.default) in _KINDS
     }
     return defaults | dict(params)

@@ -52,7 +52,7 @@ class StateOnServers(MutableMapping[Tensor, ParamState]):
 
 
 @contextlib.contextmanager
-def empty_state(optimizer: Optimizer) -> Iterator[None]:
+def hide_state(optimizer: Optimizer) -> Iterator[None]:
     """Give an optimizer an empty state, and its own again after the block."""
     held = vars(optimizer)["state"]
     optimizer.state = defaultdict(dict)
@@ -72,13 +72,13 @@ class StateMarks:
 
     def record(self) -> None:
         """Record the state as it is, after a step of the optimizer itself."""
-        self._state, self._marks = self._optimizer.state, self._found()
+        self._state, self._marks = self._optimizer.state, self._find_marks()
 
     def check(self) -> None:
         """Raise WorkloadError if the state was replaced or changed since `record`. The error names a parameter."""
         now = {}
-        if self._state_now() is self._state:
-            now = self._found()
+        if self._read_state() is self._state:
+            now = self._find_marks()
             if now == self._marks:
                 return
         changed = [key for key in self._marks.keys() | now.keys() if self._marks.get(key) != now.get(key)]
@@ -89,9 +89,9 @@ class StateMarks:
             parameter=name,
         )
 
-    def _found(self) -> dict[int, list[tuple[object, ...]]]:
+    def _find_marks(self) -> dict[int, list[tuple[object, ...]]]:
         """Return marks of each parameter's state: its keys, and the tensors with torch's numbers of writes to them."""
-        if isinstance(self._state_now(), StateOnServers):
+        if isinstance(self._read_state(), StateOnServers):
             return {}
         return {
             id(p): [
@@ -100,7 +100,7 @@ class StateMarks:
             for p, each in ((p, state.items()) for p, state in self._optimizer.state.items())
         }
 
-    def _state_now(self) -> object:
+    def _read_state(self) -> object:
         return vars(self._optimizer).get("state")
 
 
@@ -116,7 +116,8 @@ def refuse_own_step(optimizer: Optimizer, strategy: str) -> None:
     if step is None or getattr(step, "__func__", step) is type(optimizer).step:
         return
     raise WorkloadError(
-        f"optimizer.step was replaced by {_name(step)} before rayps.wrap, but under {strategy} servers take the "
+        f"optimizer.step was replaced by {_name_function(step)} before rayps.wrap, but under {strategy} servers take "
+        "the "
         "steps, by the optimizer's class:\noverride step in a class of your own, do the change before or after "
         "optimizer.step() in the loop, or use all_reduce, whose workers take the steps"
     )
@@ -129,12 +130,12 @@ def refuse_hooks(optimizer: Optimizer, strategy: str, *, takes_pre_hooks: bool) 
         WorkloadError: the error names the hook. torch's own hooks, which measure, are no error.
     """
     kinds = [
-        ("register_step_post_hook", _hooks(optimizer, "_optimizer_step_post_hooks")),
-        ("torch's register_optimizer_step_post_hook", _hooks(torch_optimizer, "_global_optimizer_post_hooks")),
-        ("torch's register_optimizer_step_pre_hook", _hooks(torch_optimizer, "_global_optimizer_pre_hooks")),
+        ("register_step_post_hook", _find_hooks(optimizer, "_optimizer_step_post_hooks")),
+        ("torch's register_optimizer_step_post_hook", _find_hooks(torch_optimizer, "_global_optimizer_post_hooks")),
+        ("torch's register_optimizer_step_pre_hook", _find_hooks(torch_optimizer, "_global_optimizer_pre_hooks")),
     ]
     if not takes_pre_hooks:
-        kinds.append(("register_step_pre_hook", _hooks(optimizer, "_optimizer_step_pre_hooks")))
+        kinds.append(("register_step_pre_hook", _find_hooks(optimizer, "_optimizer_step_pre_hooks")))
     for kind, hooks in kinds:
         if hooks:
             way = (
@@ -143,7 +144,8 @@ def refuse_hooks(optimizer: Optimizer, strategy: str, *, takes_pre_hooks: bool) 
                 else "compute with the changed values in forward, e.g. by torch.nn.utils.parametrize"
             )
             raise WorkloadError(
-                f"the hook {_name(hooks[0])} was given to the optimizer by {kind}, but under {strategy} servers take "
+                f"the hook {_name_function(hooks[0])} was given to the optimizer by {kind}, but under {strategy} "
+                "servers take "
                 f"the steps, and do not run it:\n{way}; or use all_reduce, whose workers run it"
             )
 
@@ -153,7 +155,7 @@ def run_pre_hooks(optimizer: Optimizer) -> bool:
 
     A worker without a gradient runs none: they change `.grad`.
     """
-    hooks = _hooks(optimizer, "_optimizer_step_pre_hooks")
+    hooks = _find_hooks(optimizer, "_optimizer_step_pre_hooks")
     if not hooks or not any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
         return False
     for hook in hooks:
@@ -161,11 +163,11 @@ def run_pre_hooks(optimizer: Optimizer) -> bool:
     return True
 
 
-def _hooks(owner: object, name: str) -> list[Callable[..., object]]:
+def _find_hooks(owner: object, name: str) -> list[Callable[..., object]]:
     """Return the hooks that user code has registered: `owner` is an optimizer, or torch's module of optimizers."""
     found: Collection[Callable[..., object]] = getattr(owner, name, {}).values()
     return [hook for hook in found if not str(getattr(hook, "__module__", "")).startswith("torch.")]
 
 
-def _name(function: object) -> str:
+def _name_function(function: object) -> str:
     return str(getattr(function, "__qualname__", None) or type(function).__qualname__)

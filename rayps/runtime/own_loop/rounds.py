@@ -29,8 +29,8 @@ from rayps.runtime.own_loop.remote_optimizer import refuse_hooks, refuse_own_ste
 from rayps.runtime.own_loop.same_objects import SameObjects
 from rayps.tensors.flat import FlatModel, Gradient
 from rayps.tensors.learning_rate import Rates
-from rayps.tensors.optim import plain_values
-from rayps.tensors.weight_watch import change_lost, check_alike, differing
+from rayps.tensors.optim import select_plain_values
+from rayps.tensors.weight_watch import check_alike, explain_change_lost, find_differing
 from rayps.worker.ring_worker import BackgroundMeans
 
 
@@ -64,7 +64,7 @@ class OwnStepper:
 
     def _note_groups(self) -> None:
         groups = [] if self._servers is None else self._optimizer.param_groups
-        self._noted = [plain_values(group) for group in groups]
+        self._noted = [select_plain_values(group) for group in groups]
 
     def __call__(self, step: int) -> None:
         """Take the loop's step with this number, from 0, with the current gradients."""
@@ -88,7 +88,7 @@ class OwnStepper:
         self.objects.check()
         self._refuse_hooks()
         for noted, group in zip(self._noted, self._optimizer.param_groups, strict=False):
-            now = plain_values(group)
+            now = select_plain_values(group)
             for key, value in noted.items():
                 if now.get(key) != value:
                     raise ConfigError(
@@ -197,7 +197,7 @@ class RoundThread:
             self.flat.refuse_frozen(self._strategy.name)
             name = self.flat.watch.changed()
             if name is not None:
-                raise change_lost("the loop", name, self._strategy.name)
+                raise explain_change_lost("the loop", name, self._strategy.name)
         else:
             self._touched = self._is_touched()
 
@@ -221,7 +221,7 @@ class RoundThread:
         self._own_step.check()
         loss = closure() if closure is not None else None
         self._check_parameters()
-        mean = self._mean(samples)
+        mean = self._choose_mean(samples)
         self._found_inf = None if scaled is None else scaled.found_inf
         if scaled is not None:
             if mean is not None and not mean.in_backward:
@@ -267,7 +267,7 @@ class RoundThread:
         The mean gradient is computed first, unless backward has done so.
         """
         self._own_step.objects.check_data()
-        mean = self._mean(samples)
+        mean = self._choose_mean(samples)
         if mean is not None and mean.samples is None:
             mean.average(samples)
         elif mean is None and self._strategy.loop == SYNC_GRADIENTS and self.links.ring.size > 1:
@@ -279,7 +279,7 @@ class RoundThread:
         self.flat.collect_used()
         return nn.utils.clip_grad_norm_(params, max_norm)
 
-    def _mean(self, samples: float) -> MeanGradient | None:
+    def _choose_mean(self, samples: float) -> MeanGradient | None:
         """Return what computes the mean of this step. Raises ConfigError if the samples changed after backward."""
         mean = self.links.mean if self.takes_mean else None
         if mean is not None and mean.samples not in (None, samples):
@@ -362,7 +362,7 @@ class RoundThread:
         ring = self.links.ring
         if ring.size > 1 and self.links.server is None and not self.takes_mean:  # the mean compares them
             touched = ring.max(torch.tensor([self._touched], dtype=torch.uint8)).item()
-            self._touched = bool(touched) and differing(self.flat, ring) is None
+            self._touched = bool(touched) and find_differing(self.flat, ring) is None
         if self._touched:
             self.state.shared.clear()
             self._strategy.begin(self._view)

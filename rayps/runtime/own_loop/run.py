@@ -21,13 +21,13 @@ from rayps.runtime.own_loop.named import load
 from rayps.runtime.records.display import Display
 from rayps.runtime.records.journal import Journal
 from rayps.runtime.training import (
+    describe_resume,
     folder_for_traces,
     folder_to_resume,
     must_take_checkpoints,
     open_ray,
     stops,
     wants_traces,
-    way_to_resume,
 )
 from rayps.strategies.catalogue import StrategySpec, parse_for_loop, wire
 from rayps.strategies.job import LOOP_TIMEOUT, JobSpec
@@ -95,7 +95,7 @@ def run(
     folder = None if checkpoint is None else location_of(checkpoint)
     spec = JobSpec(
         run=train_fn if isinstance(train_fn, str) else _name_of(train_fn),
-        strategy=_wire(strategy),
+        strategy=_encode_strategy(strategy),
         workers=workers,
         resources={"cpu": 1.0} | (resources or {}),
         working_dir=str(Path.cwd()),
@@ -130,13 +130,13 @@ def run(
         if opened is not cluster:
             opened.close()
     if interrupts and outcome.status is Status.STOPPED:
-        raise KeyboardInterrupt(f"{outcome.message}\n{way_to_resume(outcome)}")
+        raise KeyboardInterrupt(f"{outcome.message}\n{describe_resume(outcome)}")
     if outcome.status is not Status.SUCCEEDED:
         raise outcome.error if isinstance(outcome.error, RaypsError) else TrainingError(outcome.message)
     return job.results
 
 
-def _wire(strategy: StrategySpec) -> Json:
+def _encode_strategy(strategy: StrategySpec) -> Json:
     return wire([Phase(None, parse_for_loop(strategy))])
 
 

@@ -30,13 +30,13 @@ class SameObjects:
         self._ids = {id(p) for p in self._known}
         self.has_put_back = False  # whether data was put back, until the caller sets it to False
         self._taken: str | None = None  # a parameter with which another optimizer was wrapped after this one
-        self._state = StateMarks(optimizer, names_by_id(flat)) if remote else None
+        self._state = StateMarks(optimizer, map_names(flat)) if remote else None
         self._check_stepped()
         self._note_groups()
 
     def exclude(self, model: nn.Module) -> None:
         """Make a further step of this optimizer an error, if another one was wrapped with some of its parameters."""
-        names = names_by_id(self._flat)
+        names = map_names(self._flat)
         self._taken = next((names[id(p)] for p in model.parameters() if id(p) in names), self._taken)
 
     def note_state(self) -> None:
@@ -117,8 +117,9 @@ class SameObjects:
         entry, vector, given = self._flat.layout.entries[i], self._flat.vector, p.data
         if (given.dtype, given.device, tuple(given.shape)) != (vector.dtype, vector.device, entry.shape):
             raise WorkloadError(
-                f"the parameter {entry.name!r} was {_kind(vector)} {list(entry.shape)} at rayps.wrap, and is "
-                f"{_kind(given)} {list(given.shape)} now: convert and move the model before wrap, and make the "
+                f"the parameter {entry.name!r} was {_describe_kind(vector)} {list(entry.shape)} at rayps.wrap, and is "
+                f"{_describe_kind(given)} {list(given.shape)} now: convert and move the model before wrap, and make "
+                "the "
                 "optimizer after that"
             )
         view = vector[entry.lo : entry.hi].view(entry.shape)
@@ -132,12 +133,12 @@ class SameObjects:
         self.has_put_back = True
 
 
-def names_by_id(flat: FlatModel) -> dict[int, str]:
+def map_names(flat: FlatModel) -> dict[int, str]:
     """Return the names of the parameters in the vector by the ids of the parameters."""
     return {id(p): name for p, name in zip(flat.parameters, flat.layout.names, strict=True)}
 
 
-def _kind(tensor: torch.Tensor) -> str:
+def _describe_kind(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"
 
 

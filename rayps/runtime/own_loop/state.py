@@ -19,7 +19,7 @@ from torch import Tensor
 from rayps.tensors.checkpoints.checkpoint import SavedState
 
 KIND = "own_loop"  # the key of a checkpoint's `meta` that states that an own loop saved it
-Tree: TypeAlias = Any  # JSON data that `encoded` returned
+Tree: TypeAlias = Any  # JSON data that `encode_value` returned
 
 
 @runtime_checkable
@@ -42,10 +42,10 @@ class SavedPart:
 
     def content(self, key: str) -> Any:
         """Return the value of one key of the saved dict."""
-        return next(decoded(item, self.tensors) for name, item in self.tree["dict"] if name == key)
+        return next(decode_value(item, self.tensors) for name, item in self.tree["dict"] if name == key)
 
 
-def encoded(value: Any, tensors: dict[str, Tensor], where: str = "state") -> Tree:
+def encode_value(value: Any, tensors: dict[str, Tensor], where: str = "state") -> Tree:
     """Return `value` as JSON data, and add copies of its tensors, on the CPU, to `tensors`.
 
     Raises:
@@ -64,12 +64,12 @@ def encoded(value: Any, tensors: dict[str, Tensor], where: str = "state") -> Tre
         for key in value:
             if not isinstance(key, (str, int, float, bool)) and key is not None:
                 raise ConfigError(f"{where} has the key {key!r}: rayps.save takes keys that are texts or numbers")
-        return {"dict": [[key, encoded(item, tensors, f"{where}.{key}")] for key, item in value.items()]}
+        return {"dict": [[key, encode_value(item, tensors, f"{where}.{key}")] for key, item in value.items()]}
     if isinstance(value, (list, tuple)):
         kind = "list" if isinstance(value, list) else "tuple"
-        return {kind: [encoded(item, tensors, f"{where}.{i}") for i, item in enumerate(value)]}
+        return {kind: [encode_value(item, tensors, f"{where}.{i}") for i, item in enumerate(value)]}
     if isinstance(value, HasState):
-        return encoded(value.state_dict(), tensors, where)
+        return encode_value(value.state_dict(), tensors, where)
     raise ConfigError(
         f"rayps.save cannot save {where}, which is {type(value).__name__}: give tensors, numbers, texts, lists, tuples "
         "and dicts, or an object with state_dict() such as a module or an optimizer",
@@ -77,8 +77,8 @@ def encoded(value: Any, tensors: dict[str, Tensor], where: str = "state") -> Tre
     )
 
 
-def decoded(tree: Tree, tensors: Mapping[str, Tensor]) -> Any:
-    """Return the value that `encoded` was given; a `state_dict()` stands in place of its object."""
+def decode_value(tree: Tree, tensors: Mapping[str, Tensor]) -> Any:
+    """Return the value that `encode_value` was given; a `state_dict()` stands in place of its object."""
     if not isinstance(tree, dict):
         return tree
     [(kind, content)] = tree.items()
@@ -88,11 +88,11 @@ def decoded(tree: Tree, tensors: Mapping[str, Tensor]) -> Any:
         case "tensor":
             return tensors[content].clone()
         case "dict":
-            return {key: decoded(item, tensors) for key, item in content}
+            return {key: decode_value(item, tensors) for key, item in content}
         case "list":
-            return [decoded(item, tensors) for item in content]
+            return [decode_value(item, tensors) for item in content]
         case "tuple":
-            return tuple(decoded(item, tensors) for item in content)
+            return tuple(decode_value(item, tensors) for item in content)
     raise CheckpointError(f"the saved state has data of the kind {kind!r}, which this version of rayps cannot read")
 
 

@@ -94,7 +94,7 @@ class LoopWatch:
                 return
 
 
-def death_error(rank: int, steps: int | None, reason: str, last_output: str = "") -> ActorDied:
+def explain_death(rank: int, steps: int | None, reason: str, last_output: str = "") -> ActorDied:
     """Return the error of a run whose worker died and is not replaced: the worker, its last step, and what to do.
 
     `last_output`: what the worker wrote last; "" if it is not known.
@@ -114,7 +114,7 @@ def death_error(rank: int, steps: int | None, reason: str, last_output: str = ""
     )
 
 
-def uneven_steps_error(latest: Mapping[int, LoopOutput]) -> WorkloadError | None:
+def explain_uneven_steps(latest: Mapping[int, LoopOutput]) -> WorkloadError | None:
     """Return the error of a run in which one worker's function returned, and another waits in a later or the same step.
 
     In the same step it has called backward more often. Return None if no worker has come so far, or if one that has

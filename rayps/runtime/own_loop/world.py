@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from rayps.comm.ring import Ring
 from rayps.core.job.records import Event, Point
 from rayps.data.loader import Loader
-from rayps.runtime.own_loop.state import SavedPart, encoded
+from rayps.runtime.own_loop.state import SavedPart, encode_value
 from rayps.runtime.own_loop.step_measure import StepMeasure
 from rayps.strategies.catalogue import StrategySpec
 
@@ -34,7 +34,7 @@ RESERVED = frozenset(
 ) | {"pull_hidden", "bytes", "staleness", "generation", "strategy"}
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     """Do nothing when something has been produced, because no caller watches the loop."""
 
 
@@ -77,7 +77,7 @@ class World:
     # functions that are called at the end; the argument is whether the loop failed
     closing: list[Callable[[bool], None]] = field(default_factory=list)
     steps: int = 0  # steps of wrapped optimizers so far
-    produced: Callable[[], None] = _nothing  # called after a step, a logged point and a save
+    produced: Callable[[], None] = _do_nothing  # called after a step, a logged point and a save
     points: list[Point] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     parts: list[SavedPart] = field(default_factory=list)
@@ -203,10 +203,10 @@ def log(*, step: int | None = None, samples: float | None = None, **numbers: Sup
             f"rayps.log was given step={step!r} after step {here.logged}: give whole numbers that do not decrease",
             field="step",
         )
-    weight = None if samples is None or isinstance(samples, bool) else plain_number(samples)
+    weight = None if samples is None or isinstance(samples, bool) else read_number(samples)
     if samples is not None and (weight is None or not 0 <= weight < math.inf):
         raise ConfigError(f"rayps.log was given samples={samples!r}: give a number of at least 0", field="samples")
-    found = {name: _number(name, value) for name, value in numbers.items()}
+    found = {name: _check_number(name, value) for name, value in numbers.items()}
     with here.lock:
         seconds, here.logged = here.measure.add_logged(weight), at
         here.points.append(
@@ -252,7 +252,7 @@ def _save(here: World, state: object, *, every_rank: bool) -> None:
     tensors: dict[str, Tensor] = {}
     kept = state if every_rank or here.rank == 0 else None
     body = {"state": kept, "own": every_rank or here.rank == 0, "wraps": [each.state() for each in here.wrapped]}
-    tree = encoded(body | {"random": torch.get_rng_state()}, tensors)
+    tree = encode_value(body | {"random": torch.get_rng_state()}, tensors)
     with here.lock:
         # at most two states of a worker wait for the driver: a loop that saves faster than the disk waits here
         if not here.lock.wait_for(lambda: len(here.parts) < 2, here.place.timeout):
@@ -290,10 +290,10 @@ def restore() -> Any:
     return (own if here.restores_own else first).content("state")
 
 
-def _number(name: str, value: Any) -> float:
+def _check_number(name: str, value: Any) -> float:
     if name in RESERVED:
         raise ConfigError(f"rayps.log was given {name}, a name of rayps's own: choose another name", field=name)
-    found = plain_number(value)
+    found = read_number(value)
     if found is None:
         raise ConfigError(
             f"rayps.log was given {name} of {type(value).__name__}: give a number, or a tensor of one element",
@@ -302,7 +302,7 @@ def _number(name: str, value: Any) -> float:
     return found
 
 
-def plain_number(value: Any) -> float | None:
+def read_number(value: Any) -> float | None:
     """Return a number of Python, numpy or torch as a float, or None if `value` is not one real number."""
     if isinstance(value, (Tensor, np.ndarray)):
         value = value.item() if math.prod(value.shape) == 1 else None

@@ -23,30 +23,35 @@ from torch.optim import Optimizer
 
 from rayps.cluster.local import rendezvous, until
 from rayps.comm.ring import Ring
-from rayps.comm.ring.compressed_mean import CompressedRing, compressed
+from rayps.comm.ring.compressed_mean import CompressedRing, choose_compressed_ring
 from rayps.core.strategy.strategy import Phase, StrategyView
 from rayps.core.strategy.strategy_families import LOCAL_UPDATES
-from rayps.core.strategy.text import written
+from rayps.core.strategy.text import write_strategy
 from rayps.core.strategy.topology import Peers, Servers, compression_in, servers_of
 from rayps.ps.client.client import GroupServer
-from rayps.ps.server_group import ServerGroup, present_state
+from rayps.ps.server_group import ServerGroup, read_present_state
 from rayps.runtime.own_loop.equal_buffers import EqualBuffers
 from rayps.runtime.own_loop.free_worker import FreeWorker, is_free
 from rayps.runtime.own_loop.grad_scaler import take_scaled
-from rayps.runtime.own_loop.last_period import change_kept_here, incomplete_period, never_stepped, open_steps
+from rayps.runtime.own_loop.last_period import (
+    explain_never_stepped,
+    open_steps,
+    warn_of_change_kept_here,
+    warn_of_incomplete_period,
+)
 from rayps.runtime.own_loop.mean_gradient import MeanGradient
-from rayps.runtime.own_loop.remote_optimizer import StateOnServers, empty_state
+from rayps.runtime.own_loop.remote_optimizer import StateOnServers, hide_state
 from rayps.runtime.own_loop.rounds import LoopLinks, OwnStepper, RoundState, RoundThread
-from rayps.runtime.own_loop.same_objects import SameObjects, names_by_id
+from rayps.runtime.own_loop.same_objects import SameObjects, map_names
 from rayps.runtime.own_loop.same_rows import watch_inputs
 from rayps.runtime.own_loop.view import ENDLESS, LoopPlan, LoopView
-from rayps.runtime.own_loop.world import World, plain_number, world
+from rayps.runtime.own_loop.world import World, read_number, world
 from rayps.strategies.catalogue import StrategySpec, parse_for_loop, wire
 from rayps.tensors import optim
-from rayps.tensors.flat import FlatModel, Gradient, outside_vector
+from rayps.tensors.flat import FlatModel, Gradient, find_outside_vector
 from rayps.tensors.learning_rate import Maker, Recipe, rates_of
 from rayps.tensors.optim import Group
-from rayps.tensors.packing import flat_bytes
+from rayps.tensors.packing import view_bytes
 from rayps.tensors.weight_watch import check_alike
 from rayps.worker.ring_worker import BackgroundMeans
 from rayps.workload.max_norm import check_max_norm
@@ -136,7 +141,7 @@ def wrap(
     number = next(here.wraps)
     if here.rank == 0:  # the driver shows it, because only the call knows its strategy
         told = wire([Phase(None, chosen)])
-        message = f"rayps.wrap takes {written(told)}"
+        message = f"rayps.wrap takes {write_strategy(told)}"
         with here.lock:
             here.events.append({"kind": "wrapped", "message": message, "number": number, "strategy": told})
     name = f"{here.place.name}/{number}"
@@ -160,10 +165,10 @@ def _extend(optimizer: Optimizer, rounds: RoundThread, here: World) -> None:
     mean = rounds.links.mean
     optimizer.samples = 1  # type: ignore[attr-defined]
     if mean is not None:
-        mean.weight = lambda: _weight(getattr(optimizer, "samples", 1))
+        mean.weight = lambda: _check_weight(getattr(optimizer, "samples", 1))
 
     def step(self: _Wrapped, closure: Callable[[], float] | None = None) -> float | None:
-        loss = rounds.step(closure, _weight(self.samples), take_scaled(optimizer))
+        loss = rounds.step(closure, _check_weight(self.samples), take_scaled(optimizer))
         self._opt_called = True
         here.steps += 1
         here.measure.end_step(rounds.take_held())
@@ -172,7 +177,9 @@ def _extend(optimizer: Optimizer, rounds: RoundThread, here: World) -> None:
 
     def clip_grad_norm_(self: _Wrapped, max_norm: float) -> Tensor:
         return rounds.clip(
-            _norm(max_norm), _weight(self.samples), [p for group in self.param_groups for p in group["params"]]
+            _check_norm(max_norm),
+            _check_weight(self.samples),
+            [p for group in self.param_groups for p in group["params"]],
         )
 
     @contextlib.contextmanager
@@ -189,8 +196,8 @@ def _extend(optimizer: Optimizer, rounds: RoundThread, here: World) -> None:
     def state_dict(self: Optimizer) -> dict[str, object]:
         server, flat = rounds.links.server, rounds.flat
         assert server is not None, "servers take the steps"
-        with empty_state(self):
-            optim.load(self, present_state(server)[1], flat.layout, list(flat.parameters))
+        with hide_state(self):
+            optim.load(self, read_present_state(server)[1], flat.layout, list(flat.parameters))
             return type(self).state_dict(self)
 
     if rounds.links.server is not None:  # which has the moments
@@ -249,23 +256,23 @@ class _Wrapping:
         flat.drop_grad()  # no gradient yet, as in plain torch: a parameter without a gradient was not used
         saved = here.wrap_states(number)
         # a schedule begins with the rates that the loop has set: a saved optimizer has those of its last step
-        scheduled = None if schedule is None else Recipe(_optimizer_factory(optimizer, flat), schedule)
+        scheduled = None if schedule is None else Recipe(_make_optimizer_factory(optimizer, flat), schedule)
         if saved is not None:
             self._load(flat, *saved)
-        for value in [flat.vector, *outside_vector(self._model).values()]:
+        for value in [flat.vector, *find_outside_vector(self._model).values()]:
             ring.broadcast(value)
         state = RoundState()
         if saved is not None:
             state = self._resume(flat, *saved)
         else:
             _share_state(optimizer, ring)
-        factory = scheduled or _optimizer_factory(optimizer, flat)
+        factory = scheduled or _make_optimizer_factory(optimizer, flat)
         steps_here = servers is None or servers.own_copies
         rates = rates_of(factory, flat.layout) if steps_here else None
-        links = self._links(ring, flat)
+        links = self._make_links(ring, flat)
         if servers is not None:
-            self._group = _shared_group(
-                self._name, here, lambda: _servers(servers, flat, optimizer, factory, here, state.position, saved)
+            self._group = _open_shared_group(
+                self._name, here, lambda: _start_servers(servers, flat, optimizer, factory, here, state.position, saved)
             )
             links.server = self._group.server(here.rank)
             _restore_feedback(links.server, saved)
@@ -273,7 +280,7 @@ class _Wrapping:
                 nothing = None if servers.staleness is None else flat.vector[:0]
                 state.behind = self._free.begin(links.server, state.began, nothing)
             if not servers.own_copies:
-                vars(optimizer)["state"] = StateOnServers(names_by_id(flat))
+                vars(optimizer)["state"] = StateOnServers(map_names(flat))
         if saved is not None:
             links.means.restore(state.memory)
         self._objects = SameObjects(flat, optimizer, remote=servers is not None)
@@ -281,11 +288,11 @@ class _Wrapping:
         self._rounds = RoundThread(self._strategy, flat, stepper, links, state)
         return self._rounds
 
-    def _links(self, ring: Ring, flat: FlatModel) -> LoopLinks:
+    def _make_links(self, ring: Ring, flat: FlatModel) -> LoopLinks:
         sent: Ring | CompressedRing = ring
         compression = compression_in(self._strategy)
         if compression is not None and self._servers is None:
-            sent, choice = compressed(ring, compression, Gradient(flat.packed, 0))
+            sent, choice = choose_compressed_ring(ring, compression, Gradient(flat.packed, 0))
             log.info(choice["message"])
         links = LoopLinks(ring, sent, BackgroundMeans(ring, sent))
         if self._strategy.mean_rounds and ring.size > 1:
@@ -332,19 +339,19 @@ class _Wrapping:
         }
         if whole:
             found["vector"] = self._rounds.flat.vector
-            with contextlib.nullcontext() if self._apart or links.server is None else empty_state(self._optimizer):
+            with contextlib.nullcontext() if self._apart or links.server is None else hide_state(self._optimizer):
                 found["optimizer"] = type(self._optimizer).state_dict(self._optimizer)
         if self._here.rank == 0:
             found["shared"] = state.shared
-            found["layout"] = self._layout(self._rounds.flat)
+            found["layout"] = self._describe_layout(self._rounds.flat)
             if links.server is not None:
-                found["servers"], found["moments"] = present_state(links.server)
+                found["servers"], found["moments"] = read_present_state(links.server)
                 found["pushed"] = links.server.step
         if links.server is not None and links.server.feedback is not None:
             found["feedback"] = links.server.feedback.residual
         return found
 
-    def _layout(self, flat: FlatModel) -> JsonObject:
+    def _describe_layout(self, flat: FlatModel) -> JsonObject:
         """Return the names of the model's learning parameters, with shapes, and of the buffers in its state dict."""
         kept = self._model.state_dict(keep_vars=True)
         return {
@@ -422,10 +429,10 @@ class _Wrapping:
         """End without a ring, and check what `_check_end` checks: see `disconnect`."""
         self._warn_of_change("when the function had returned")
         steps, vector = rounds.state.position, rounds.flat.vector
-        digest = "" if steps else sha256(flat_bytes(vector.cpu()).tobytes()).hexdigest()
+        digest = "" if steps else sha256(view_bytes(vector.cpu()).tobytes()).hexdigest()
         name = free.leave(rounds.changed(), steps, digest)
         if name is not None:
-            raise never_stepped(self._strategy, name)
+            raise explain_never_stepped(self._strategy, name)
 
     def _check_end(self, rounds: RoundThread) -> None:
         """Check what the loop has done with parameters after its last step: see `disconnect`. All workers call it."""
@@ -438,12 +445,12 @@ class _Wrapping:
             try:
                 check_alike(rounds.flat, ring)
             except WorkloadError as error:
-                raise never_stepped(self._strategy, str(error.data["parameter"])) from error
+                raise explain_never_stepped(self._strategy, str(error.data["parameter"])) from error
 
     def _warn_of_change(self, when: str) -> None:
         name = None if self._rounds is None or self._servers is None else self._rounds.changed()
         if name is not None:
-            self._here.warn(change_kept_here(self._strategy, name, f"worker-{self._here.rank}, {when}"))
+            self._here.warn(warn_of_change_kept_here(self._strategy, name, f"worker-{self._here.rank}, {when}"))
 
     def _end_period(self, rounds: RoundThread) -> None:
         """Give all workers equal parameters if the loop ended between two averages or pushes; warn if it did."""
@@ -452,10 +459,10 @@ class _Wrapping:
         even = most == -least or rounds.links.server is not None
         if not (most or strategy.needs_end) or (even and not rounds.end_period()) or self._here.rank:
             return
-        self._here.warn(incomplete_period(strategy, most, rounds.state.position, self._steps, even=even))
+        self._here.warn(warn_of_incomplete_period(strategy, most, rounds.state.position, self._steps, even=even))
 
 
-def _servers(
+def _start_servers(
     servers: Servers,
     flat: FlatModel,
     optimizer: Optimizer,
@@ -465,7 +472,7 @@ def _servers(
     saved: list[JsonObject] | None,
 ) -> ServerGroup:
     """Start the servers, with the parameters and moments of the saved state if there is one, else those of rank 0."""
-    own = {"moments": optim.moments(optimizer, flat.layout, list(flat.parameters))}
+    own = {"moments": optim.copy_moments(optimizer, flat.layout, list(flat.parameters))}
     found: dict[str, Any] = own if saved is None else saved[1]
     vector = found.get("servers", flat.vector)
     entries = flat.layout.entries
@@ -512,7 +519,7 @@ def _restore_feedback(server: GroupServer, saved: list[JsonObject] | None) -> No
         server.feedback.residual.copy_(left)
 
 
-def _shared_group(name: str, here: World, make: Callable[[], ServerGroup]) -> ServerGroup:
+def _open_shared_group(name: str, here: World, make: Callable[[], ServerGroup]) -> ServerGroup:
     """Create the server group on rank 0; on the other ranks, wait until rank 0 has created it. Return the group."""
     values, key = rendezvous(), f"rayps/group/{name}"
     if here.rank == 0:
@@ -529,7 +536,7 @@ def _shared_group(name: str, here: World, make: Callable[[], ServerGroup]) -> Se
     return shared
 
 
-def _optimizer_factory(optimizer: Optimizer, flat: FlatModel) -> Callable[[list[nn.Parameter]], Optimizer]:
+def _make_optimizer_factory(optimizer: Optimizer, flat: FlatModel) -> Callable[[list[nn.Parameter]], Optimizer]:
     """Return a function that makes an optimizer like `optimizer`, with its groups, for slices of the parameters."""
     order = {id(p): i for i, p in enumerate(flat.parameters)}
     kind = type(optimizer)
@@ -549,7 +556,7 @@ def _optimizer_factory(optimizer: Optimizer, flat: FlatModel) -> Callable[[list[
     return build
 
 
-def _norm(given: Json) -> float:
+def _check_norm(given: Json) -> float:
     """Return `max_norm` as a number. Raises ConfigError if it is not a number above 0."""
     if isinstance(given, bool) or not isinstance(given, (int, float)) or not given > 0:
         raise ConfigError(
@@ -558,9 +565,9 @@ def _norm(given: Json) -> float:
     return float(given)
 
 
-def _weight(given: object) -> float:
+def _check_weight(given: object) -> float:
     """Return `optimizer.samples` as a number. Raises ConfigError if it is not a finite number of at least 0."""
-    found = None if isinstance(given, bool) else plain_number(given)
+    found = None if isinstance(given, bool) else read_number(given)
     if found is None or not 0 <= found < math.inf:
         raise ConfigError(
             f"optimizer.samples is {given!r}: give the weight of the batch, such as its number of rows: a finite "

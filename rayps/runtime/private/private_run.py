@@ -34,7 +34,7 @@ class PrivateRun:
 
         Raises ConfigError if the releases in the ledger cannot be added to those of the phase.
         """
-        found, spent = self._phases[number], self._spent()
+        found, spent = self._phases[number], self._read_spent()
         releases = sum(each.releases for each in spent.values())
         budget, delta = found.spec.epsilon, found.spec.delta
         if budget is None:
@@ -43,8 +43,8 @@ class PrivateRun:
         left = accountant.releases_within(found.mechanism, budget, delta, spent=spent, most=most)
         if left >= most:
             return dataclasses.replace(found, releases=releases)
-        spends = accountant.epsilon(_after(spent, found, left), delta)
-        more = accountant.epsilon(_after(spent, found, left + 1), delta)
+        spends = accountant.epsilon(_add_releases(spent, found, left), delta)
+        more = accountant.epsilon(_add_releases(spent, found, left + 1), delta)
         reason = (
             f"the privacy budget epsilon={budget:g} is spent: the cost after release {releases + left} is "
             f"{spends:.4g}, and one more would make it {more:.4g}"
@@ -53,7 +53,7 @@ class PrivateRun:
 
     def must_allow_a_step(self) -> None:
         """Raise ConfigError if the budget allows no step of the first phase beside what the ledger has."""
-        must_allow_one(self._phases[0].spec, self._phases[0].mechanism, spent=self._spent())
+        must_allow_one(self._phases[0].spec, self._phases[0].mechanism, spent=self._read_spent())
 
     def limited(self, orders: Orders, number: int, start: int) -> Orders:
         """Return the orders of a generation of phase `number`, which ends with the last step that the budget allows."""
@@ -78,7 +78,7 @@ class PrivateRun:
         )
         if span.end < OPEN:
             steps = span.end - at
-            spends = accountant.epsilon(_after(self._spent(), plan, steps), spec.delta)
+            spends = accountant.epsilon(_add_releases(self._read_spent(), plan, steps), spec.delta)
             facts |= {"planned_steps": steps, "planned_epsilon": spends}
             text += f"; {steps} steps spend epsilon {spends:.4g} at delta {spec.delta:g}"
         if plan.end is not None:
@@ -90,7 +90,7 @@ class PrivateRun:
         """Report the claim after round `at`: what all releases together disclose at most."""
         number = max((i for i, span in enumerate(spans) if span.begin < at), default=0)
         try:
-            spent = self._spent()
+            spent = self._read_spent()
             spends = accountant.epsilon(spent, self._phases[number].spec.delta)
         except ConfigError as error:  # the run has ended, and its outcome is not changed by this
             self._journal.event("warning", f"the claim of privacy cannot be stated: {error}")
@@ -103,11 +103,11 @@ class PrivateRun:
         phase = self._phases[number]
         return claim(phase.spec, phase.mechanism, self._setting)
 
-    def _spent(self) -> dict[Mechanism, Spent]:
+    def _read_spent(self) -> dict[Mechanism, Spent]:
         return self._ledger.spent(ROW)
 
 
-def private_run(
+def make_private_run(
     found: Sequence[RowPrivacy], phases: Sequence[Phase], ledger: LedgerFolder, journal: Journal, *, started_from: bool
 ) -> PrivateRun:
     """Return what a run whose rows are private spends, and warn of a delta that is too large.
@@ -133,6 +133,6 @@ def private_run(
     return PrivateRun(found, ledger, journal, setting)
 
 
-def _after(spent: Mapping[Mechanism, Spent], plan: RowPrivacy, releases: int) -> dict[Mechanism, Spent]:
+def _add_releases(spent: Mapping[Mechanism, Spent], plan: RowPrivacy, releases: int) -> dict[Mechanism, Spent]:
     """Return what is spent after so many more releases of a phase."""
     return {**spent, plan.mechanism: spent.get(plan.mechanism, Spent()).plus(releases)}

@@ -42,13 +42,15 @@ class Display:
                 self._task,
                 completed=progress.get("round", 0),
                 total=progress.get("rounds"),
-                description=_where(progress),
-                facts=_facts(progress),
+                description=_describe_place(progress),
+                facts=_describe_facts(progress),
             )
-        elif progress.get("round") and (_ended(progress) or time.monotonic() - self._line_at >= LINE_SECONDS):
+        elif progress.get("round") and (_has_ended(progress) or time.monotonic() - self._line_at >= LINE_SECONDS):
             self._line_at = time.monotonic()
             of = f"/{progress['rounds']}" if progress.get("rounds") else ""
-            self._console.print(f"{_where(progress)}  round {progress['round']}{of}  {_facts(progress)}")
+            self._console.print(
+                f"{_describe_place(progress)}  round {progress['round']}{of}  {_describe_facts(progress)}"
+            )
 
     def event(self, event: Event) -> None:
         """Show an event, unless the result or the error of the run shows it."""
@@ -69,11 +71,11 @@ class Display:
             self._bar = None
 
 
-def _ended(progress: ProgressRecord) -> bool:
+def _has_ended(progress: ProgressRecord) -> bool:
     return progress["status"] in ("SUCCEEDED", "FAILED", "STOPPED")
 
 
-def _where(progress: ProgressRecord) -> str:
+def _describe_place(progress: ProgressRecord) -> str:
     status = str(progress["status"]).lower()
     if status != "running" or "epochs" not in progress:
         return status
@@ -81,7 +83,7 @@ def _where(progress: ProgressRecord) -> str:
     return f"epoch {progress['epoch'] + 1}{of}"
 
 
-def _facts(progress: ProgressRecord) -> str:
+def _describe_facts(progress: ProgressRecord) -> str:
     found = []
     if progress.get("loss") is not None:
         found.append(f"batch loss {progress['loss']:.4f}")

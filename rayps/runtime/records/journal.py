@@ -26,7 +26,7 @@ from rayps.runtime.results.cost_report import CostReport
 
 PROGRESS_SECONDS = 0.5
 OUTCOME_SECONDS = 60.0  # seconds for which a full disk may delay the outcome
-# the beginning of a point, which `_text` has written
+# the beginning of a point, which `_encode` has written
 _ROUND = re.compile(rb'"kind": "(round|%s)", "round": (\d+)' % RETURNED.encode())
 Record: TypeAlias = Point | Event | ProgressRecord | OutcomeRecord
 
@@ -67,8 +67,8 @@ class Journal:
             folder.mkdir(parents=True, exist_ok=True)
             self._seq = _count_lines(folder / "events.jsonl")
             if self._seq:
-                self.evaluated = _last_evaluated(folder / "metrics.jsonl")
-                self._returns = Returns(_newest_round(folder / "metrics.jsonl"))
+                self.evaluated = _find_last_evaluated(folder / "metrics.jsonl")
+                self._returns = Returns(_find_newest_round(folder / "metrics.jsonl"))
             for name in ("events.jsonl", "metrics.jsonl", "log.txt"):
                 self._files[name] = LineFile(folder / name)
 
@@ -84,7 +84,7 @@ class Journal:
         event = {"seq": self._seq, "time": time.time(), "kind": kind, "message": message, **facts}
         self._seq += 1
         self.events.append(event)
-        self._append("events.jsonl", [_text(event)])
+        self._append("events.jsonl", [_encode(event)])
         self.on_any_event(event)
         if self._on_event is not None:
             self._on_event(event)
@@ -118,8 +118,8 @@ class Journal:
         for point in points:
             back = self._returns.of(point)
             if back is not None:
-                lines.append(_text({"kind": RETURNED, "round": back, "time": time.time()}))
-            lines.append(_text(point))
+                lines.append(_encode({"kind": RETURNED, "round": back, "time": time.time()}))
+            lines.append(_encode(point))
         self._append("metrics.jsonl", lines)
 
     def lines(self, lines: list[tuple[float, str, str]]) -> None:
@@ -182,19 +182,19 @@ class Journal:
             self.event("disk_free", f"the disk of {self.folder} has room again, and the records are written{lost}")
 
 
-def _text(value: Record) -> str:
+def _encode(value: Record) -> str:
     try:
         return json.dumps(value, allow_nan=False)
     except ValueError:  # a metric is NaN or infinite, which JSON does not allow
-        return json.dumps(_finite(value))
+        return json.dumps(_drop_infinite(value))
 
 
-def _finite(value: Any) -> Any:
+def _drop_infinite(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, (list, tuple)) else value
+        return {key: _drop_infinite(item) for key, item in value.items()}
+    return [_drop_infinite(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def _replace(path: Path, value: Record) -> bool:
@@ -202,7 +202,7 @@ def _replace(path: Path, value: Record) -> bool:
     temporary = path.with_suffix(".tmp")
     try:
         with temporary.open("w", encoding="utf-8") as file:
-            file.write(_text(value))
+            file.write(_encode(value))
             file.flush()
             os.fsync(file.fileno())
         temporary.rename(path)
@@ -217,7 +217,7 @@ def _count_lines(path: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def _last_evaluated(path: Path) -> int:
+def _find_last_evaluated(path: Path) -> int:
     if not path.exists():
         return 0
     with path.open("rb") as file:
@@ -225,7 +225,7 @@ def _last_evaluated(path: Path) -> int:
     return int(points[-1]["round"]) if points else 0
 
 
-def _newest_round(path: Path) -> int:
+def _find_newest_round(path: Path) -> int:
     """Return the newest round of the points in a file that count, -1 if there is none."""
     if not path.exists():
         return -1

@@ -52,14 +52,14 @@ class LedgerFolder:
             self._scratch = StateFolder()
             home = self._scratch.path
         self.path = home.absolute() / FOLDER
-        self.carried, self.unknown = 0, None if resume is None else _unknown(resume)
+        self.carried, self.unknown = 0, None if resume is None else _warn_of_unknown(resume)
         ledger = ReleaseLedger(self.path)
         if shared:
-            self._unlock = weakref.finalize(self, os.close, _locked(self.path))
+            self._unlock = weakref.finalize(self, os.close, _lock(self.path))
             if ledger.path.stat().st_size:
                 self.unknown = None  # the run that made the checkpoint is one of those that share the ledger
         try:
-            for earlier in () if resume is None or is_url(resume) else _beside(Path(resume)):
+            for earlier in () if resume is None or is_url(resume) else _find_beside(Path(resume)):
                 if earlier.resolve() != self.path.resolve():
                     self.carried += ledger.carry_over(earlier)
         except OSError as error:
@@ -94,7 +94,7 @@ class LedgerFolder:
             self._unlock()  # a second call has no effect
 
 
-def ledger_folder(
+def find_ledger_folder(
     phases: Sequence[Phase],
     job: Path | None,
     checkpoints: Location | None,
@@ -129,7 +129,7 @@ def ledger_folder(
     return LedgerFolder(job if job is not None else None if checkpoints is None else Path(checkpoints), resume)
 
 
-def _locked(folder: Path) -> int:
+def _lock(folder: Path) -> int:
     """Lock a shared ledger, until the file is closed or the process ends. Raises ConfigError if it is locked."""
     file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
     try:
@@ -147,14 +147,14 @@ def _locked(folder: Path) -> int:
     return file
 
 
-def _beside(checkpoint: Path) -> list[Path]:
+def _find_beside(checkpoint: Path) -> list[Path]:
     """Return the folder with the ledger of a checkpoint, in a list: beside it, or further up as in a job's folder."""
     places = checkpoint.absolute().parents[:3]  # a job's best checkpoint is JOB/checkpoints/best/step-N
     return [place / FOLDER for place in places if (place / FOLDER / LEDGER).exists()][:1]
 
 
-def _unknown(resume: Location) -> str | None:
-    if not is_url(resume) and _beside(Path(resume)):
+def _warn_of_unknown(resume: Location) -> str | None:
+    if not is_url(resume) and _find_beside(Path(resume)):
         return None
     return (
         f"{resume} has no ledger of private releases beside it: what its parameters disclose of the rows is not part "

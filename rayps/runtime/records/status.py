@@ -12,7 +12,7 @@ from rayps.cluster.members import GroupMember
 from rayps.core.grid import Grid
 from rayps.core.job.job_status import Status
 from rayps.core.job.records import Event, OutcomeRecord, Point, ProgressRecord, ShardLine, WorkerLine
-from rayps.core.metrics import PushRounds, Rounds, Throughput, Totals, evaluation_point
+from rayps.core.metrics import PushRounds, Rounds, Throughput, Totals, make_evaluation_point
 from rayps.core.rows.phase_rounds import Calendar
 from rayps.core.strategy.strategy import StrategyView
 from rayps.core.time.data_wait import DataWait
@@ -198,7 +198,7 @@ class RunRecord:
 
     def add_last_evaluation(self, round: int, totals: Totals) -> None:
         """Write the evaluation at the end of a phase, after round `round`, and keep its metrics."""
-        point = evaluation_point(round, totals)
+        point = make_evaluation_point(round, totals)
         self.add_points([point])
         self._journal.add_costs()
         self.metrics = point["metrics"]
@@ -250,9 +250,9 @@ class ProgressReport:
     def update_members(self, group: WorkerGroup, strategy: str) -> None:
         """Take over the members' current facts (status, round, rates, servers) into the progress."""
         self._facts["strategy"] = strategy
-        workers = [self._worker(member.rank, member) for member in group.workers]
-        self._facts["workers"] = in_replicas(workers, group.grid)
-        self._facts["shards"] = [_shard(index, member) for index, member in enumerate(group.shards)]
+        workers = [self._describe_worker(member.rank, member) for member in group.workers]
+        self._facts["workers"] = add_replicas(workers, group.grid)
+        self._facts["shards"] = [_describe_shard(index, member) for index, member in enumerate(group.shards)]
         if group.space is not None:
             self._facts["server_group"] = group.space.facts()
 
@@ -296,7 +296,7 @@ class ProgressReport:
         }
         return {**facts, **known}
 
-    def _worker(self, rank: int, member: GroupMember) -> WorkerLine:
+    def _describe_worker(self, rank: int, member: GroupMember) -> WorkerLine:
         facts = member.facts if isinstance(member.facts, WorkerFacts) else None
         status = "dead" if member.dead else facts.status if facts else "starting"
         place = member.place
@@ -319,7 +319,7 @@ class ProgressReport:
         return line
 
 
-def in_replicas(workers: list[WorkerLine], grid: Grid) -> list[WorkerLine]:
+def add_replicas(workers: list[WorkerLine], grid: Grid) -> list[WorkerLine]:
     """Return the workers' lines, each with the worker's part of the model and its replica's samples per second.
 
     If each replica is one worker, return the lines unchanged.
@@ -339,7 +339,7 @@ def in_replicas(workers: list[WorkerLine], grid: Grid) -> list[WorkerLine]:
     return found
 
 
-def _shard(index: int, member: GroupMember) -> ShardLine:
+def _describe_shard(index: int, member: GroupMember) -> ShardLine:
     facts = member.facts if isinstance(member.facts, ShardFacts) else None
     place = member.place
     line: ShardLine = {"index": index, "host": place.host if place else None, "pid": place.pid if place else None}

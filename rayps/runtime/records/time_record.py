@@ -17,9 +17,9 @@ from rayps.cluster.members import GroupMember
 from rayps.core.full_disk import reports_full_disk
 from rayps.core.job.records import AccountRecord, Event, Point
 from rayps.core.time.goodput import FILE, JobTime, ProcessTimes, TimeEvent, job_time, read_job_time, read_lines
-from rayps.core.time.member_times import MemberTimes, added
-from rayps.core.time.time_account import USEFUL, named_waits
-from rayps.core.time.time_verdict import verdict
+from rayps.core.time.member_times import MemberTimes, add_seconds
+from rayps.core.time.time_account import USEFUL, name_waits
+from rayps.core.time.time_verdict import reach_verdict
 from rayps.runtime.records.line_file import LineFile
 
 LAST_SECONDS = 2.0  # the longest wait for the members' last reports
@@ -54,14 +54,14 @@ class _MemberProcess:
         self.wall = now - self.spawned
         # a report arrives some time after it was made: the shortest of these delays is the best estimate
         self._unreported = max(0.0, min(self._unreported, self.wall - times.wall))
-        self.times = replace(times, parts=added(times.parts, {self._before: self._unreported}))
+        self.times = replace(times, parts=add_seconds(times.parts, {self._before: self._unreported}))
 
     def end(self, now: float) -> None:
         """Count the time since the last report as idle: the process has nothing to do any more."""
         if self.times is not None:
             self.wall = now - self.spawned
             self.times = replace(
-                self.times, parts=added(self.times.parts, {"idle": max(0.0, self.wall - self.times.wall)})
+                self.times, parts=add_seconds(self.times.parts, {"idle": max(0.0, self.wall - self.times.wall)})
             )
 
     def end_unreported(self) -> None:
@@ -94,25 +94,27 @@ class _GroupServer:
     def add(self, times: MemberTimes, now: float) -> None:
         """Add what the totals have grown by since the last call. A total that is smaller has begun again at 0."""
         before, self._last, self.wall = self._last, times, now - self._began
-        delays = {who: _growth(by, before.delays.get(who, {})) for who, by in times.delays.items()}
+        delays = {who: _find_growth(by, before.delays.get(who, {})) for who, by in times.delays.items()}
         waits: dict[str, float] = {}
         for by in delays.values():
-            waits = added(waits, by)
-        spent = {(part, ""): value for part, value in _growth(times.parts, before.parts).items()}
-        grown = MemberTimes.of(named_waits(spent, waits))
+            waits = add_seconds(waits, by)
+        spent = {(part, ""): value for part, value in _find_growth(times.parts, before.parts).items()}
+        grown = MemberTimes.of(name_waits(spent, waits))
         self.times = self.times.plus(replace(grown, delays=delays))
 
     def end(self, now: float) -> None:
         """Count the time since the last totals as idle: they arrive with heartbeats, and the workers have ended."""
         self.wall = now - self._began
-        self.times = replace(self.times, parts=added(self.times.parts, {"idle": max(0.0, self.wall - self.times.wall)}))
+        self.times = replace(
+            self.times, parts=add_seconds(self.times.parts, {"idle": max(0.0, self.wall - self.times.wall)})
+        )
 
     def line(self) -> JsonObject:
         """Return the totals since the driver first saw the server, as a line of the file."""
         return ProcessTimes(self.name, self._day, self.wall, self.times, self.host).to_json()
 
 
-def _growth(now: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:
+def _find_growth(now: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:
     found = {key: value - before.get(key, 0.0) for key, value in now.items()}
     return {key: now[key] if value < 0 else value for key, value in found.items()}
 
@@ -233,27 +235,27 @@ class TimeRecord:
         """Return the job's time so far, for its progress. It is computed at most twice a second."""
         now = self._clock()
         if self._shown is None or now >= self._shown_until:
-            self._shown, self._shown_until = self._account(), now + SHOW_SECONDS
+            self._shown, self._shown_until = self._make_account(), now + SHOW_SECONDS
         return self._shown
 
-    def _account(self) -> AccountRecord:
+    def _make_account(self) -> AccountRecord:
         members = dict(self._earlier)
         for name, process in self._processes.items():
             if process.times is not None:
-                members[name] = added(members.get(name, {}), process.times.parts)
+                members[name] = add_seconds(members.get(name, {}), process.times.parts)
         seconds: dict[str, float] = {}
         for name, parts in members.items():
             if name.startswith("worker-"):
-                seconds = added(seconds, parts)
+                seconds = add_seconds(seconds, parts)
         whole = sum(seconds.values())
         members |= {name: server.times.parts for name, server in self._servers.items()}
         lines = [process.line() for process in self._processes.values() if process.times is not None]
         lines += [server.line() for server in self._servers.values()]
-        found = verdict(job_time([*lines, *self._events.values()]))
+        found = reach_verdict(job_time([*lines, *self._events.values()]))
         return {
             "goodput": seconds.get(USEFUL, 0.0) / whole if whole > 0 else None,
-            "seconds": _rounded(seconds),
-            "members": {name: _rounded(members[name]) for name in sorted(members)},
+            "seconds": _round(seconds),
+            "members": {name: _round(members[name]) for name in sorted(members)},
             "verdict": found.summary,
             "guilty": list(found.guilty),
         }
@@ -281,7 +283,7 @@ class TimeRecord:
         if before is not None:
             before.end_unreported()
             self._write(before.line())
-            self._earlier[name] = added(self._earlier.get(name, {}), before.parts)
+            self._earlier[name] = add_seconds(self._earlier.get(name, {}), before.parts)
         replaces = self._continues if before is None else before.dead
         process = _MemberProcess(name, member, self._epoch + member.spawned, replaces=replaces)
         self._processes[name] = self._by_start[member.spawned] = process
@@ -307,5 +309,5 @@ class TimeRecord:
             self._lines = []
 
 
-def _rounded(seconds: dict[str, float]) -> dict[str, float]:
+def _round(seconds: dict[str, float]) -> dict[str, float]:
     return {part: round(value, 3) for part, value in seconds.items()}

@@ -43,7 +43,7 @@ class TraceFolder:
 
     def ranks_to_trace(self, workers: int) -> frozenset[int]:
         """Return the ranks whose trace is not there yet."""
-        return frozenset(rank for rank in range(workers) if not self._path(rank).exists())
+        return frozenset(rank for rank in range(workers) if not self._name_path(rank).exists())
 
     def collect(self, workers: Iterable[GroupMember]) -> None:
         """Write the traces in the workers' newest facts, and report each as an event."""
@@ -51,7 +51,7 @@ class TraceFolder:
             if not isinstance(facts, TracedFacts) or facts.trace is None:
                 continue
             trace, facts.trace = facts.trace, None
-            path = self._path(rank)
+            path = self._name_path(rank)
             draft = path.with_name(f".{path.name}.{os.getpid()}")
             try:
                 draft.write_bytes(gzip.decompress(trace))
@@ -64,5 +64,5 @@ class TraceFolder:
                 "profiled", f"worker-{rank} has a trace: open {path} in https://ui.perfetto.dev", path=str(path)
             )
 
-    def _path(self, rank: int) -> Path:
+    def _name_path(self, rank: int) -> Path:
         return self.folder / f"rank-{rank}.json"

@@ -16,9 +16,9 @@ from rayps_client.errors import ConfigError, RaypsError, WorkloadError
 from rayps_client.values import JsonObject
 
 from rayps.core.job.records import Event, OutcomeRecord, Point
-from rayps.core.job.returned_rounds import Returns, SeenRounds, counted
-from rayps.core.job.user_code import awaited, user_code
-from rayps.core.metrics import until
+from rayps.core.job.returned_rounds import Returns, SeenRounds, select_counted
+from rayps.core.job.user_code import await_call, user_code
+from rayps.core.metrics import cut_points
 from rayps.core.rows.phase_rounds import Calendar
 from rayps.core.urls import Location
 from rayps.runtime.records.journal import Journal
@@ -95,14 +95,14 @@ class RunHandle:
     def keep(self, round: int, name: str, other: Location | None = None) -> Location | None:
         """Keep the checkpoint of `round` in the subfolder `name`; see `RunView`."""
         if self.folder is None:
-            raise no_folder("a callback keeps a checkpoint")
+            raise explain_missing_folder("a callback keeps a checkpoint")
         path = checkpoint.keep(self.folder, round, name, other)
         if path is not None:
             self._kept[name] = path
         return path
 
 
-def no_folder(why: str) -> ConfigError:
+def explain_missing_folder(why: str) -> ConfigError:
     """Return the error of a run that needs a folder for checkpoints and has none. `why` begins its text."""
     return ConfigError(
         f"{why}, and there is no folder for checkpoints: give checkpoint=FOLDER (--checkpoint DIR)", field="checkpoint"
@@ -113,11 +113,11 @@ class CallbackRunner:
     """All callbacks of one run."""
 
     def __init__(self, callbacks: Sequence[Callback], run: RunHandle, timeout: float) -> None:
-        """Prepare. `timeout` is the time limit of a call in seconds (`rayps.core.job.user_code.awaited`)."""
+        """Prepare. `timeout` is the time limit of a call in seconds (`rayps.core.job.user_code.await_call`)."""
         self.run = run
         self.evaluated = 0  # the last evaluation that was reported
         self.ended = False  # whether the driver has ended the run after a stop
-        self._named = _named(callbacks)
+        self._named = _name_callbacks(callbacks)
         self._timeout = timeout
         self._seen, self._returns = SeenRounds(), Returns()
         self._held: list[Point] = []  # points that were reported after a stop
@@ -136,7 +136,7 @@ class CallbackRunner:
         if not self.each_evaluation:
             return None
         if self.run.folder is None:
-            raise no_folder("a BestCheckpoint keeps checkpoints")
+            raise explain_missing_folder("a BestCheckpoint keeps checkpoints")
         known = spec.evaluate_every is not None or not calendar.open  # the rounds after which the run evaluates
         if spec.checkpoint_every is None or not known:
             return None
@@ -156,7 +156,7 @@ class CallbackRunner:
     def watches(self) -> list[MetricWatch]:
         """Return what the callbacks watch that `check_metrics` can check."""
         found = []
-        for callback in self._those("on_evaluation").values():
+        for callback in self._find_defining("on_evaluation").values():
             method = type(callback).on_evaluation
             if isinstance(callback, _WATCHING) and method in [kind.on_evaluation for kind in _WATCHING]:
                 found.append(callback.watch)
@@ -190,9 +190,9 @@ class CallbackRunner:
     def start(self, round: int, epoch: int) -> None:
         """Call `on_start` of all callbacks."""
         self.run.round, self.run.epoch, self._started = round, epoch, True
-        self._all("on_start", lambda callback: callback.on_start(self.run))
+        self._call_all("on_start", lambda callback: callback.on_start(self.run))
         if self._restored:  # the run may have had later rounds, which are repeated
-            self._all("on_return", lambda callback: callback.on_return(self.run, round))
+            self._call_all("on_return", lambda callback: callback.on_return(self.run, round))
 
     def deliver(self, points: Sequence[Point]) -> None:
         """Report merged points of rounds and evaluations that were not reported before.
@@ -200,32 +200,34 @@ class CallbackRunner:
         Numbers that callbacks log are added to the points. Raises WorkloadError if a callback fails.
         """
         if self._named and points:
-            self._within_limit(partial(self._deliver, points))
+            self._call_within_limit(partial(self._deliver, points))
 
     def deliver_earlier(self, points: Sequence[Point], before: int) -> None:
         """Report what earlier drivers have written: evaluations, and rounds below `before`.
 
         The run does not repeat these, and the restored callbacks may not have seen the last of them.
         """
-        self.deliver([point for point in counted(points) if point["kind"] == "evaluation" or point["round"] < before])
+        self.deliver(
+            [point for point in select_counted(points) if point["kind"] == "evaluation" or point["round"] < before]
+        )
 
     def end_at(self, end: int) -> None:
         """After a stop, end the run after round `end`. Report what was held back and is not later."""
         self.ended = True
         held, self._held = self._held, []
-        self.deliver(until(held, end))
+        self.deliver(cut_points(held, end))
 
     def saved(self, path: Location, round: int) -> None:
         """Call `on_checkpoint` of all callbacks."""
         before, self.run.round = self.run.round, round
-        self._all("on_checkpoint", lambda callback: callback.on_checkpoint(self.run, path))
+        self._call_all("on_checkpoint", lambda callback: callback.on_checkpoint(self.run, path))
         self.run.round = before
 
     def end(self, outcome: OutcomeRecord) -> None:
         """Call `on_end` of all callbacks if they were started. Raises the first error after all were called."""
         if self._started:
             self._started = False
-            self._within_limit(partial(self._end, outcome))
+            self._call_within_limit(partial(self._end, outcome))
 
     def _deliver(self, points: Sequence[Point]) -> None:
         for point in points:
@@ -243,7 +245,7 @@ class CallbackRunner:
 
     def _deliver_round(self, point: Point) -> None:
         """Report a round. One that the run repeats is reported only to callbacks with `on_return`, after that call."""
-        back, again = self._returns.of(point), self._those("on_return")
+        back, again = self._returns.of(point), self._find_defining("on_return")
         for name, callback in again.items() if back is not None else ():
             with user_code(f"{name}.on_return"):
                 callback.on_return(self.run, int(back or 0))
@@ -256,7 +258,7 @@ class CallbackRunner:
         """Call `method` of all callbacks, or of `only` these, with a copy of `target`, to which `run.log` adds."""
         self.run.about(target)
         try:
-            for name, callback in self._those(method).items():
+            for name, callback in self._find_defining(method).items():
                 if only is not None and name not in only:
                     continue
                 with user_code(f"{name}.{method}"):
@@ -264,8 +266,8 @@ class CallbackRunner:
         finally:
             self.run.about(None)
 
-    def _all(self, method: str, call: Callable[[Callback], None]) -> None:
-        those = self._those(method)
+    def _call_all(self, method: str, call: Callable[[Callback], None]) -> None:
+        those = self._find_defining(method)
 
         def run() -> None:
             for name, callback in those.items():
@@ -273,16 +275,16 @@ class CallbackRunner:
                     call(callback)
 
         if those:
-            self._within_limit(run)
+            self._call_within_limit(run)
 
-    def _those(self, method: str) -> dict[str, Callback]:
+    def _find_defining(self, method: str) -> dict[str, Callback]:
         """Return the callbacks that define `method`."""
         base = getattr(Callback, method)
         return {name: each for name, each in self._named.items() if getattr(type(each), method, None) is not base}
 
     def _end(self, outcome: OutcomeRecord) -> None:
         errors: list[RaypsError] = []
-        for name, callback in self._those("on_end").items():
+        for name, callback in self._find_defining("on_end").items():
             try:
                 with user_code(f"{name}.on_end"):
                     callback.on_end(self.run, outcome)
@@ -291,8 +293,8 @@ class CallbackRunner:
         if errors:
             raise errors[0]
 
-    def _within_limit(self, call: Callable[[], None]) -> None:
-        awaited(call, self._timeout, where="driver", stopped=lambda: False)
+    def _call_within_limit(self, call: Callable[[], None]) -> None:
+        await_call(call, self._timeout, where="driver", stopped=lambda: False)
 
     # ---- state
 
@@ -317,7 +319,7 @@ class CallbackRunner:
                         "dicts of these"
                     ) from error
 
-        self._within_limit(collect)
+        self._call_within_limit(collect)
         run = self.run
         found: JsonObject = {
             "rounds": [self._seen.below, sorted(self._seen.others)],
@@ -348,7 +350,7 @@ class CallbackRunner:
                     with user_code(f"{name}.load_state_dict"):
                         callback.load_state_dict(states[name])
 
-        self._within_limit(load)
+        self._call_within_limit(load)
 
     def renumber(self, round: int) -> None:
         """Count all rounds before `round` as seen, and no others: a checkpoint's rounds have new numbers."""
@@ -383,7 +385,7 @@ def runner_of(callbacks: Sequence[Callback], workload: Workload, run: RunHandle,
     return CallbackRunner([*callbacks, *own], run, timeout)
 
 
-def _named(callbacks: Sequence[Callback]) -> dict[str, Callback]:
+def _name_callbacks(callbacks: Sequence[Callback]) -> dict[str, Callback]:
     """Return the callbacks by the names of their classes, in order; later ones of a class have a number."""
     counts: Counter[str] = Counter()
     named = {}

@@ -20,9 +20,9 @@ from torch import nn
 from rayps.core.grid import Grid
 from rayps.core.job.records import Event, Point
 from rayps.core.job.user_code import user_code
-from rayps.core.pipeline.schedule import table
+from rayps.core.pipeline.schedule import make_table
 from rayps.core.pipeline.simulate import simulate
-from rayps.core.strategy.costs import Costs, amount, costs
+from rayps.core.strategy.costs import Costs, estimate_costs, format_bytes
 from rayps.core.strategy.replica import pipeline_of
 from rayps.core.strategy.strategy import StrategyView
 from rayps.core.strategy.strategy_families import learns_by_client
@@ -102,9 +102,9 @@ class CostReport:
                     kept.clear()
                 kept.append({key: value for key, value in point.items() if isinstance(value, (int, float))})
                 del kept[:-_KEPT]
-        return self._schedule_event()
+        return self._make_schedule_event()
 
-    def _schedule_event(self) -> list[Event]:
+    def _make_schedule_event(self) -> list[Event]:
         """Return one event with the timeline of a step of the first replica, as measured and by the schedule's table.
 
         Return an empty list if no timeline was measured yet, or if the event was returned already.
@@ -113,8 +113,8 @@ class CostReport:
         ranks = [grid.rank(0, stage) for stage in range(grid.stage)]
         if replica is None or not self._spans.keys() >= set(ranks):
             return []
-        theory = simulate(table(replica.schedule, replica.stages, replica.micro_batches, replica.chunks))
-        rows = aligned([self._spans[rank] for rank in ranks])
+        theory = simulate(make_table(replica.schedule, replica.stages, replica.micro_batches, replica.chunks))
+        rows = align_stages([self._spans[rank] for rank in ranks])
         self._replica = None
         whole = max((float(span[2]) for row in rows for span in row), default=0.0)
         message = (
@@ -132,7 +132,7 @@ class CostReport:
         costs = self._formula(self._workers)
         return {
             "kind": "costs",
-            "message": words(costs, found, self._turn),
+            "message": describe_costs(costs, found, self._turn),
             "strategy": self._strategy.name,
             "workers": self._workers,
             "measured": found,
@@ -158,13 +158,15 @@ def measured(points: dict[int, list[Point]], grid: Grid) -> MeasuredCosts:
         return {}
     found: MeasuredCosts = {"rounds": max(len(points[rank]) for rank in ranks)}
     heard = [points[rank] for rank in ranks]
-    if (sent := _total(heard, "bytes")) is not None:
+    if (sent := _add_up(heard, "bytes")) is not None:
         found["bytes"] = sent
-    if (sent := _total(heard, "stage_bytes")) is not None:
+    if (sent := _add_up(heard, "stage_bytes")) is not None:
         found["stage_bytes"] = sent
-    if (sent := _total(heard, "messages")) is not None:
+    if (sent := _add_up(heard, "messages")) is not None:
         found["messages"] = sent
-    seconds = {key: [_middle(points[rank], key) for rank in ranks] for key in ("seconds", "compute", "idle", "busy")}
+    seconds = {
+        key: [_find_median(points[rank], key) for rank in ranks] for key in ("seconds", "compute", "idle", "busy")
+    }
     work = seconds["busy"] if None not in seconds["busy"] else seconds["compute"]
     known = [each for each in work if each is not None]
     if known and fmean(known) > 0:
@@ -177,8 +179,8 @@ def measured(points: dict[int, list[Point]], grid: Grid) -> MeasuredCosts:
         stages: dict[int, list[tuple[float, float]]] = defaultdict(list)
         for rank, idle, busy in zip(ranks, seconds["idle"], seconds["busy"], strict=True):
             stages[grid.at(rank).stage].append((idle or 0.0, busy or 0.0))
-        found["idle"] = _share([pair for stage in stages.values() for pair in stage])
-        found["idles"] = [_share(stages[stage]) for stage in sorted(stages)]
+        found["idle"] = _find_share([pair for stage in stages.values() for pair in stage])
+        found["idles"] = [_find_share(stages[stage]) for stage in sorted(stages)]
     held = [
         (grid.at(rank).stage, point["activations"])
         for rank in ranks
@@ -194,7 +196,7 @@ def measured(points: dict[int, list[Point]], grid: Grid) -> MeasuredCosts:
     return found
 
 
-def aligned(stages: list[list[Span]]) -> list[list[DrawnSpan]]:
+def align_stages(stages: list[list[Span]]) -> list[list[DrawnSpan]]:
     """Return each stage's actions in a step, (action, start, end) in seconds, on the clock of the first stage.
 
     The clocks of different hosts cannot be compared. A stage's first forward pass is therefore assumed to start when
@@ -216,22 +218,25 @@ def aligned(stages: list[list[Span]]) -> list[list[DrawnSpan]]:
     return rows
 
 
-def words(costs: Costs, found: MeasuredCosts, turn: str = "step") -> str:
+def describe_costs(costs: Costs, found: MeasuredCosts, turn: str = "step") -> str:
     """Return one sentence with each measured cost, followed by its value by formula in parentheses."""
     sentences = []
     if "bytes" in found:
         heads = " including message headers" if costs.grid.columns > 1 else ""
-        sentences.append(f"a {turn} sends {amount(found['bytes'])}{heads}{_by_formula(costs.bytes, amount)}")
+        sentences.append(
+            f"a {turn} sends {format_bytes(found['bytes'])}{heads}{_add_formula(costs.bytes, format_bytes)}"
+        )
     if "messages" in found and "stage_bytes" in found:
         between = next((cost for cost in costs.traffic if cost.axis == "stage"), None)
-        sent = _by_formula(None if between is None else between.bytes, amount)
-        often = _by_formula(None if between is None else between.messages, "{:.4g}".format)
+        sent = _add_formula(None if between is None else between.bytes, format_bytes)
+        often = _add_formula(None if between is None else between.messages, "{:.4g}".format)
         sentences.append(
-            f"stages exchange {amount(found['stage_bytes'])}{sent} of this in {found['messages']:.4g} messages{often}"
+            f"stages exchange {format_bytes(found['stage_bytes'])}{sent} of this in {found['messages']:.4g} "
+            f"messages{often}"
         )
     if "idle" in found:
         sentences.append(
-            f"stages are idle {found['idle']:.1%} of the time{_by_formula(costs.idle, lambda x: f'{float(x):.1%}')}"
+            f"stages are idle {found['idle']:.1%} of the time{_add_formula(costs.idle, lambda x: f'{float(x):.1%}')}"
         )
     if "activations" in found:
         wanted = f" ({'/'.join(map(str, costs.peaks))} by formula)" if costs.peaks else ""
@@ -243,23 +248,23 @@ def words(costs: Costs, found: MeasuredCosts, turn: str = "step") -> str:
     return "; ".join(sentences) or f"no {turn} was measured"
 
 
-def _by_formula(formula: _Cost | None, write: Callable[[_Cost], str]) -> str:
+def _add_formula(formula: _Cost | None, write: Callable[[_Cost], str]) -> str:
     return "" if formula is None else f" ({write(formula)} by formula)"
 
 
-def _total(heard: list[list[Point]], key: str) -> float | None:
+def _add_up(heard: list[list[Point]], key: str) -> float | None:
     """Return the sum over ranks of each rank's mean of `key` per step, or None if a point lacks `key`."""
     if not all(key in point for points in heard for point in points):
         return None
     return sum(fmean(point[key] for point in points) for points in heard)
 
 
-def _middle(points: list[Point], key: str) -> float | None:
+def _find_median(points: list[Point], key: str) -> float | None:
     values = [point[key] for point in points if key in point]
     return median(values) if values else None
 
 
-def _share(pairs: list[tuple[float, float]]) -> float:
+def _find_share(pairs: list[tuple[float, float]]) -> float:
     whole = sum(idle + busy for idle, busy in pairs)
     return sum(idle for idle, _ in pairs) / whole if whole else 0.0
 
@@ -268,7 +273,7 @@ log = logging.getLogger(__name__)
 _SMALL = 3  # the most elements along each dimension of the small tensors on which an optimizer is tried
 
 
-def expected(
+def predict_costs(
     workload: Workload,
     strategy: StrategyView,
     workers: int,
@@ -283,11 +288,11 @@ def expected(
     the activations of a model on one worker, which needs a forward pass. If the user's code fails on a few rows, the
     values that depend on this code are left out, and no error is raised.
     """
-    found = sizes(workload, strategy, workers, division, batch)
+    found = measure_sizes(workload, strategy, workers, division, batch)
     if activations and division is None and not has_tables(blank(workload)):
         with suppress(Exception):  # as in sizes()
-            found = measure_stored(workload, found, sample_of(first(workload, replicas_in(strategy, workers))))
-    return costs(strategy, workers, found)
+            found = measure_stored(workload, found, sample_of(read_first(workload, replicas_in(strategy, workers))))
+    return estimate_costs(strategy, workers, found)
 
 
 def cost_report_of(
@@ -298,27 +303,27 @@ def cost_report_of(
     def formula(workers: int) -> Costs:
         if division is not None:
             try:
-                return expected(workload, strategy, workers, division)
+                return predict_costs(workload, strategy, workers, division)
             except Exception:  # the user's model is run once more: a successful run must not fail here
                 log.exception("the costs of a step by formula are only partly known")
-        return costs(strategy, workers, Sizes(layout.size, layout.dtype.itemsize))
+        return estimate_costs(strategy, workers, Sizes(layout.size, layout.dtype.itemsize))
 
     return CostReport(strategy, workers, formula)
 
 
-def seconds(workload: Workload, division: Division, replicas: int, micro_batches: int) -> list[float]:
+def time_chunks(workload: Workload, division: Division, replicas: int, micro_batches: int) -> list[float]:
     """Return, for each chunk, the seconds that its forward and backward pass of one micro-batch take in this process.
 
     Raises DataError or WorkloadError if the user's code fails.
     """
-    micro = cut_batch(first(workload, replicas), micro_batches)[0]
+    micro = cut_batch(read_first(workload, replicas), micro_batches)[0]
     return find_division().time_chunks(workload, division, micro)
 
 
-def sizes(
+def measure_sizes(
     workload: Workload, strategy: StrategyView, workers: int, division: Division | None = None, batch: int | None = None
 ) -> Sizes:
-    """Return the sizes of the model and of a replica's batch, on which costs depend. Arguments: see `expected`.
+    """Return the sizes of the model and of a replica's batch, on which costs depend. Arguments: see `predict_costs`.
 
     If the user's code fails, the sizes that depend on it are left out.
     """
@@ -327,8 +332,8 @@ def sizes(
         layout = Layout.of((name, p) for name, p in model.named_parameters() if p.requires_grad)
         found = Sizes(layout.size, layout.dtype.itemsize)
         try:
-            found = Sizes(layout.size, layout.dtype.itemsize, states=states(workload, layout))
-            sample = first(workload, replicas_in(strategy, workers))
+            found = Sizes(layout.size, layout.dtype.itemsize, states=count_states(workload, layout))
+            sample = read_first(workload, replicas_in(strategy, workers))
             rows = sample.size if batch is None else batch
             found = Sizes(found.parameters, found.width, states=found.states, batch=rows)
             if division is not None:
@@ -338,13 +343,13 @@ def sizes(
     return found if division is None else division.count_elements(found)
 
 
-def first(workload: Workload, replicas: int) -> Batch:
+def read_first(workload: Workload, replicas: int) -> Batch:
     """Return the first batch of the first replica. Raises DataError or WorkloadError if the user's code fails."""
     with user_code("data"):
         return next(iter(workload.data().batches(rank=0, size=replicas, seed=0, epoch=0)))
 
 
-def states(workload: Workload, layout: Layout) -> float:
+def count_states(workload: Workload, layout: Layout) -> float:
     """Return how many numbers the workload's optimizer stores for each element of the parameters.
 
     They are counted after one step on small parameters.

@@ -9,7 +9,7 @@ from rayps_client.errors import ConfigError
 from rayps_client.spelling import near
 from rayps_client.values import JsonObject, Keywords
 
-from rayps.core.metric_direction import chosen_direction
+from rayps.core.metric_direction import choose_direction
 from rayps.workload.callback import Callback, RunView
 
 
@@ -31,7 +31,7 @@ class MetricWatch:
             raise ConfigError(f"min_delta is {min_delta!r}: give a finite number of at least 0", field="min_delta")
         self.metric, self.min_delta, self._owner = metric, min_delta, owner
         try:
-            self.grows = chosen_direction(metric, mode) == "max"
+            self.grows = choose_direction(metric, mode) == "max"
         except ConfigError as error:
             raise ConfigError(f"{owner}: {error}", **error.data) from None
         self.best: float | None = None

@@ -36,11 +36,11 @@ from rayps.tensors.snapshot import Snapshot
 from rayps.workload.base import Workload
 from rayps.workload.model import apart, model_of
 
-_RECORD = "federated"  # name, in a checkpoint's JSON data, of what `recorded_clients` returns
+_RECORD = "federated"  # name, in a checkpoint's JSON data, of what `record_clients` returns
 _LISTED = 5  # the largest number of names in an error
 
 
-def recorded_clients(strategy: StrategyView, resources: Mapping[str, float]) -> JsonObject:
+def record_clients(strategy: StrategyView, resources: Mapping[str, float]) -> JsonObject:
     """Return what a checkpoint records for its clients' personal models; {} if the strategy is not federated."""
     if not isinstance(strategy, FederatedView):
         return {}
@@ -192,7 +192,7 @@ class ClientResult:
         """
         job = self._job
         with threads_of_torch(job.threads):
-            return personal_model(job.workload, job.state, self.number, self.state, self._rows)
+            return personal_model(job.workload, job.state, self.number, self.state, self._read_rows)
 
     @cached_property
     def metrics(self) -> dict[str, float]:
@@ -217,6 +217,6 @@ class ClientResult:
         """
         return save_model(self.model(), folder)
 
-    def _rows(self) -> ClientRows:
+    def _read_rows(self) -> ClientRows:
         job = self._job
         return SimulatedRows(job.federation, job.data, job.clients, job.seed).of(self.number)

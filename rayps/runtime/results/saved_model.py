@@ -51,7 +51,7 @@ def save_model(model: nn.Module, folder: str | Path) -> Path:
         if has_tables(model):
             find_tables().save(model, draft / checkpoint.TABLES)
 
-    return new_folder(folder, write)
+    return create_folder(folder, write)
 
 
 def export_checkpoint(path: Location, folder: str | Path, workload: Workload | None, *, average: bool = False) -> Path:
@@ -70,7 +70,7 @@ def export_checkpoint(path: Location, folder: str | Path, workload: Workload | N
     state = checkpoint.load(path)
     snapshot = Snapshot.from_state(state)
     if average:
-        snapshot = _averaged(snapshot, state.meta, workload)
+        snapshot = _take_average(snapshot, state.meta, workload)
     if workload is not None:
         model = model_of(workload)
         layout = Layout.of((name, p) for name, p in model.named_parameters() if p.requires_grad)
@@ -89,10 +89,10 @@ def export_checkpoint(path: Location, folder: str | Path, workload: Workload | N
             if tables.is_dir():
                 shutil.copytree(tables, draft / checkpoint.TABLES)
 
-    return new_folder(folder, write)
+    return create_folder(folder, write)
 
 
-def _averaged(snapshot: Snapshot, meta: checkpoint.Meta, workload: Workload | None) -> Snapshot:
+def _take_average(snapshot: Snapshot, meta: checkpoint.Meta, workload: Workload | None) -> Snapshot:
     """Return the snapshot with the average of the weights in place of the parameters.
 
     A checkpoint of a loop of one's own does not name its kind of average, which is then that of `workload`. Raises
@@ -112,7 +112,7 @@ def _averaged(snapshot: Snapshot, meta: checkpoint.Meta, workload: Workload | No
     return found
 
 
-def new_folder(folder: str | Path, write: Callable[[Path], None]) -> Path:
+def create_folder(folder: str | Path, write: Callable[[Path], None]) -> Path:
     """Create `folder` with what `write` writes into the folder that it is given, or not at all. Return the folder.
 
     Raises:

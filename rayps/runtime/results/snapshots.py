@@ -32,19 +32,19 @@ from rayps.runtime.driver.phases import RunPlan
 from rayps.runtime.records.journal import Journal
 from rayps.runtime.records.state_folder import StateFolder
 from rayps.runtime.records.unfinished_uploads import report_unfinished
-from rayps.runtime.results.job_clients import recorded_clients
+from rayps.runtime.results.job_clients import record_clients
 from rayps.strategies.job import JobSpec
 from rayps.tensors import optim, weight_average
 from rayps.tensors.checkpoints import checkpoint
 from rayps.tensors.checkpoints.checkpoint import Meta, SavedState
-from rayps.tensors.checkpoints.checkpoint_parts import new_token, seal, write_part
+from rayps.tensors.checkpoints.checkpoint_parts import make_token, seal, write_part
 from rayps.tensors.checkpoints.checkpoint_place import SECONDS, CheckpointPlace
 from rayps.tensors.checkpoints.checkpoint_place import name_of as checkpoint_name
 from rayps.tensors.division import Division
 from rayps.tensors.flat import Layout
 from rayps.tensors.learning_rate import Ticks
 from rayps.tensors.snapshot import Snapshot, StateSource
-from rayps.tensors.state_pieces import whole_shapes
+from rayps.tensors.state_pieces import find_whole_shapes
 from rayps.worker.plan import PartsPlan, WorkerPart
 from rayps.workload.base import Workload
 from rayps.workload.model import drawn_apart
@@ -121,7 +121,7 @@ class Checkpointer:
         sharded = all(shard_of(phase.strategy) is not None for phase in plan.phases)
         if self.resume is not None:
             layout = draw(self._spec.seed).layout if any(plan.divisions) else group.layout()
-            found = self._resumed(self.resume, layout, group, plan, again=again, stands=sharded)
+            found = self._read_resumed(self.resume, layout, group, plan, again=again, stands=sharded)
         elif sharded and plan.start is None:
             found = Snapshot.without_tensors(group.layout(), StateSource())
             found.enter_phase(plan.calendar.spans[0])
@@ -155,12 +155,12 @@ class Checkpointer:
         if self._place is not None:
             report_unfinished(self._place, self._journal)
 
-    def _resumed(
+    def _read_resumed(
         self, path: Location, layout: Layout, group: WorkerGroup, plan: RunPlan, *, again: bool, stands: bool
     ) -> Snapshot:
         """Return the state of a checkpoint. If `stands`, it is without the tensors that workers read themselves."""
         if stands:
-            meta, saved = checkpoint.meta_of(path), Snapshot.standing_for(_for_all_processes(path))
+            meta, saved = checkpoint.meta_of(path), Snapshot.standing_for(_make_absolute(path))
         else:
             state = checkpoint.load(path)
             meta, saved = state.meta, Snapshot.from_state(state)
@@ -215,7 +215,7 @@ class Checkpointer:
         ticks = Ticks(newer.origin, newer.steps_per_epoch)
         schedule = plan.schedule.facts(newer.layout, newer.round, ticks, newer.skipped)
         maker = {"workload": self._spec.workload, "strategy": str(self._spec.strategy), "seed": self._spec.seed}
-        maker |= recorded_clients(plan.strategy_of(newer), self._spec.resources)
+        maker |= record_clients(plan.strategy_of(newer), self._spec.resources)
         recorded = self._recorded | self._callbacks.state()
         state = newer.to_state(generation=generation, **maker, **schedule, **recorded)
         checkpoint.must_be_finite(state, f"after round {newer.round - 1}", round=newer.round - 1)
@@ -279,7 +279,7 @@ class Checkpointer:
         assert newer.source is not None, "the workers have written the state"
         assert parts is not None, "the workers have written their parts"
         written = newer.source.written
-        whole = whole_shapes(newer.layout, [key for facts in written for key in facts.file.offsets])
+        whole = find_whole_shapes(newer.layout, [key for facts in written for key in facts.file.offsets])
         whole |= {f"frozen/{name}": shape for facts in written for name, shape in facts.shapes.items()}
         numbers = {name: held for facts in reversed(written) for name, held in facts.numbers.items()}
         meta = state.meta | {"optimizer_numbers": numbers}
@@ -319,7 +319,7 @@ class Checkpointer:
         if place is None:
             assert self.scratch is not None, "it was created above"
             place = self.scratch.path
-        self._parts = PartsPlan(_for_all_processes(place), new_token())
+        self._parts = PartsPlan(_make_absolute(place), make_token())
         return self._parts
 
     def discard_unfinished(self) -> None:
@@ -342,7 +342,7 @@ class Checkpointer:
         return f"{self.saved} is kept" + (f", of round {self.round}" if self.round < at else "")
 
 
-def _for_all_processes(place: Location) -> Location:
+def _make_absolute(place: Location) -> Location:
     """Return a place under a name that does not depend on the folder in which a process works."""
     return place if is_url(place) else Path(place).absolute()
 
@@ -434,7 +434,7 @@ def assemble(base: Snapshot, workers: dict[int, WorkerPart | None], shards: list
         moments = optim.join([part.moments for part in shards], base.layout)
     else:
         assert lead is not None, "workers in step all have their part"
-        params, moments = _agreed(there), lead.moments
+        params, moments = _merge_params(there), lead.moments
     # at the boundary of a round, each shard has a position of each worker; the smallest one counts
     positions = (
         [min(marks) for marks in zip(*(part.ledger.marks.values() for part in shards), strict=True)]
@@ -494,7 +494,7 @@ def assemble_written(base: Snapshot, parts: list[WorkerPart]) -> Snapshot:
     )
 
 
-def in_columns(
+def assemble_columns(
     division: Division,
     base: Snapshot,
     columns: list[int],
@@ -519,7 +519,7 @@ def in_columns(
     return found
 
 
-def _agreed(parts: list[WorkerPart]) -> Tensor:
+def _merge_params(parts: list[WorkerPart]) -> Tensor:
     """Return the parameters that all workers share, or the mean of the workers' own parameters if these differ.
 
     They may differ if the parts were not taken at a boundary of the generation, as for the checkpoint at a stop.

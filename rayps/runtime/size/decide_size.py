@@ -60,7 +60,7 @@ def decide_size(facts: SizeFacts) -> SizeDecision:
     target = max(facts.least, min(facts.allowed, facts.most))
     leaving = sorted(rank for rank in facts.noticed if rank < facts.size)
     if leaving:
-        return _for_notices(facts, leaving, target)
+        return _decide_for_notices(facts, leaving, target)
     if facts.size > target:
         leavers = tuple(range(target, facts.size))
         reason = facts.why or f"the job may have {target} workers"
@@ -81,7 +81,7 @@ def decide_size(facts: SizeFacts) -> SizeDecision:
     return SizeDecision()
 
 
-def _for_notices(facts: SizeFacts, leaving: Sequence[int], target: int) -> SizeDecision:
+def _decide_for_notices(facts: SizeFacts, leaving: Sequence[int], target: int) -> SizeDecision:
     """Decide about workers under notice, which are `leaving`."""
     reason = f"notice for {', '.join(f'worker-{rank}' for rank in leaving)}"
     staying = facts.size - len(leaving)
@@ -109,7 +109,7 @@ def gain_of(before: tuple[int, float], after: tuple[int, float]) -> float:
     return (fast - slow) / (many - few) / each if each > 0 else 1.0
 
 
-def new_ranks(size: int, leaving: Collection[int], joiners: int) -> list[int | None]:
+def assign_ranks(size: int, leaving: Collection[int], joiners: int) -> list[int | None]:
     """Return for each rank of the new group its rank in the old one, or None for a newcomer.
 
     Workers keep their ranks where possible. Newcomers take the ranks of leavers, and if there are not enough, the

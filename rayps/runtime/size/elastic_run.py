@@ -27,7 +27,7 @@ from rayps.core.strategy.topology import compression_in, servers_of
 from rayps.runtime.driver.decide_recovery import Regroup
 from rayps.runtime.driver.hold_workers import hold_workers
 from rayps.runtime.records.journal import Journal
-from rayps.runtime.size.decide_size import new_ranks
+from rayps.runtime.size.decide_size import assign_ranks
 from rayps.runtime.size.gather_workers import GatheredWorkers, GatherWorkers
 from rayps.runtime.size.job_size import Allowance
 from rayps.runtime.size.membership import Membership
@@ -206,11 +206,11 @@ class ElasticRun(ChangingWorkers):
         snapshot.ended = [(planned, at) for planned, at in snapshot.ended if calendar.cut(planned, at)]
         saved = snapshot.row_shares
         if saved is None:
-            saved = self._shares_of_fixed(snapshot)
+            saved = self._find_shares_of_fixed(snapshot)
         self.membership.resume(saved)
         self.restart(snapshot, self.size.least)
 
-    def _shares_of_fixed(self, snapshot: Snapshot) -> RowShares:
+    def _find_shares_of_fixed(self, snapshot: Snapshot) -> RowShares:
         """Return how rows were dealt in a job with a fixed number of workers, which has written `snapshot`."""
         began, epoch = snapshot.origin
         total, workers = self.membership.rows, len(snapshot.positions)
@@ -260,7 +260,7 @@ class ElasticRun(ChangingWorkers):
         self._check_formed(facts)
         self._pace.add(generation, min(each.position for each in facts), self.membership.current.block)
         if self._change is not None:
-            return self._stopped(group, facts, collected)
+            return self._finish_if_stopped(group, facts, collected)
         if any(each.status == "finished" for each in facts):
             return None
         if self._elastic.replay is not None:
@@ -290,7 +290,7 @@ class ElasticRun(ChangingWorkers):
         self._gatherer.ready()
         leavers = tuple(range(count, group.size))
         self._change = _Change("replay", leavers, max(0, count - group.size), round=at)
-        return self._stopped(group, facts, collected)
+        return self._finish_if_stopped(group, facts, collected)
 
     def _stop(self, group: WorkerGroup) -> None:
         """Let all workers end after the same round."""
@@ -304,7 +304,7 @@ class ElasticRun(ChangingWorkers):
         for worker in group.workers:
             worker.await_reply(worker.handle.call("stop_after", last))
 
-    def _stopped(self, group: WorkerGroup, facts: Sequence[WorkerFacts], collected: int) -> Regroup | None:
+    def _finish_if_stopped(self, group: WorkerGroup, facts: Sequence[WorkerFacts], collected: int) -> Regroup | None:
         """Return the change if all workers have stopped for it. Give it up if the plan has ended first."""
         change = self._change
         assert change is not None, "a change is under way"
@@ -344,7 +344,7 @@ class ElasticRun(ChangingWorkers):
         change = planned if planned is not None and not decision.lost else _Change(decision.reason, lost=decision.lost)
         gone = {rank for rank, worker in enumerate(group.workers) if worker.dead or worker.name in decision.lost}
         living = [rank for rank in range(group.size) if rank not in gone]
-        kept = self._kept_rounds(group, living) if self._hands_over else {}
+        kept = self._collect_kept_rounds(group, living) if self._hands_over else {}
         gone |= {rank for rank in living if group.workers[rank].dead}
         leaving = gone | set(decision.leavers)
         stay = [rank for rank in range(group.size) if rank not in leaving]
@@ -357,7 +357,7 @@ class ElasticRun(ChangingWorkers):
             return None
         change.round = collected if newest is None else newest
         joined = self.size.newcomers.take(max(decision.joiners, self.size.least - len(stay)))
-        order = new_ranks(group.size, leaving, len(joined))
+        order = assign_ranks(group.size, leaving, len(joined))
         change.size = group.size, len(order)
         self.size.changed(group.size, len(order), None if decision.lost else self._pace.speed)
         group.change_workers(order, joined)
@@ -366,7 +366,7 @@ class ElasticRun(ChangingWorkers):
             return None
         return Continuation(change.round, tuple(rank for rank, old in enumerate(order) if old in holders))
 
-    def _kept_rounds(self, group: WorkerGroup, ranks: Sequence[int]) -> dict[int, int]:
+    def _collect_kept_rounds(self, group: WorkerGroup, ranks: Sequence[int]) -> dict[int, int]:
         """End the generation on these workers, and return the rounds of the states that they have in memory."""
         replies = [(rank, group.workers[rank].handle.call("kept_round")) for rank in ranks]
         found = {rank: _answer(group.workers[rank], reply, HALT_SECONDS) for rank, reply in replies}
@@ -391,9 +391,9 @@ class ElasticRun(ChangingWorkers):
             "reason": change.reason,
             "lost": list(change.lost),
         }
-        self._journal.event("resized", self._text(change, seconds), **event)
+        self._journal.event("resized", self._describe_change(change, seconds), **event)
 
-    def _text(self, change: _Change, seconds: float) -> str:
+    def _describe_change(self, change: _Change, seconds: float) -> str:
         """Return what the event of a change says; `seconds`: from its begin to the end of the first new round."""
         before, after = change.size
         if change.lost:

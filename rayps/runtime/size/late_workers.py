@@ -36,7 +36,7 @@ class LateReplacements:
         ready = {rank: event for rank, event in self._due.items() if newest > event["round"] or not allowed}
         for rank in ready:
             del self._due[rank]
-        return {rank: _reason(event) for rank, event in ready.items()} if allowed else {}
+        return {rank: _explain(event) for rank, event in ready.items()} if allowed else {}
 
     def look(self, group: WorkerGroup, points: list[Point], newest: int, *, allowed: bool) -> None:
         """Read the points of a poll, and mark the workers that are replaced now as dead.
@@ -49,5 +49,5 @@ class LateReplacements:
             group.workers[rank].dead = reason
 
 
-def _reason(event: Event) -> str:
+def _explain(event: Event) -> str:
     return f"the driver ended it, because it was dropped in {event['steps']} steps in a row"

@@ -31,7 +31,7 @@ from rayps.cluster.members import GroupMember
 from rayps.core.job.continuation import Continuation
 from rayps.core.job.records import Point
 from rayps.core.metrics import PushRounds
-from rayps.core.rows.leases import Leases, Marks, RowLease, lease_size
+from rayps.core.rows.leases import Leases, Marks, RowLease, choose_lease_size
 from rayps.core.rows.phase_rounds import OPEN, Boundary, Calendar
 from rayps.core.strategy.elastic import ElasticWorkers
 from rayps.core.strategy.staleness_bound import PushCount
@@ -226,10 +226,10 @@ class LeasedRun(ChangingWorkers):
         self._count = 0  # workers that have joined
         self._visits = Visits()
         self._repeats: list[MemberChange] = []  # since the newest snapshot
-        self.pushes = self._pushes_after(0)  # counts the pushes of the generation
+        self.pushes = self._make_pushes_after(0)  # counts the pushes of the generation
         self._due = DueCheckpoints(Boundary(0, OPEN))
 
-    def _pushes_after(self, done: int) -> PushRounds:
+    def _make_pushes_after(self, done: int) -> PushRounds:
         return PushRounds(self._terms.least, self._terms.blocks, done, self._terms.pushes)
 
     def close(self) -> None:
@@ -295,7 +295,7 @@ class LeasedRun(ChangingWorkers):
             self._leases = Leases(self._terms.blocks, self._terms.end)
         else:
             self._leases = Leases.from_json(saved, self._terms.end, ranks=self.slots)
-        self.pushes = self._pushes_after(self._leases.done({}))
+        self.pushes = self._make_pushes_after(self._leases.done({}))
         if snapshot.round >= self._calendar.rounds or self._leases.finished:
             self._leases = None
         self._tell_servers(group, snapshot.clock)
@@ -465,16 +465,16 @@ class LeasedRun(ChangingWorkers):
             self._depart(rank, worker, Departure("", waits=True))
             return
         share = -(-leases.unleased // (2 * max(1, len(self.joined))))
-        size = lease_size(worker.seconds, leases.unleased, len(self.joined), self._visits.longest)
+        size = choose_lease_size(worker.seconds, leases.unleased, len(self.joined), self._visits.longest)
         if starved:  # its pace was measured while it waited for leases
             size = max(size, min(2 * worker.size, share))
         if held < max(1, size // 2):
             worker.size = size
             for lease in leases.lease(rank, size):
-                worker.outbox.append((lease, self._repeated(rank, lease)))
+                worker.outbox.append((lease, self._announce_repeated(rank, lease)))
         worker.send()
 
-    def _repeated(self, rank: int, lease: RowLease) -> Future[bool] | None:
+    def _announce_repeated(self, rank: int, lease: RowLease) -> Future[bool] | None:
         """Tell the servers which pushes the lease's push repeats. Return their answer, or None if there are none."""
         assert self._requests is not None, "a generation has begun"
         pushes = lease.blocks.earlier
@@ -497,7 +497,7 @@ class LeasedRun(ChangingWorkers):
         """Process the servers' answers."""
         changed = False
         for rank in [rank for rank, each in self._admissions.items() if each.done()]:
-            self._admitted(rank, self._admissions.pop(rank).result())
+            self._note_admitted(rank, self._admissions.pop(rank).result())
             changed = True
         for rank, (removal, leaver, departure) in list(self._removals.items()):
             if removal.done() and rank not in self._admissions:
@@ -508,21 +508,21 @@ class LeasedRun(ChangingWorkers):
                     applied = min(marks.low, self._leases.end_of(rank))
                     self.pushes.settle(applied - leaver.reported)
                     self._leases.leave(rank, marks, leaver.rest)
-                self._removed(group, rank, departure)
+                self._note_removed(group, rank, departure)
                 changed = True
         if changed:
             self._tell_servers(group, snapshot.clock)
 
-    def _admitted(self, rank: int, first: int) -> None:
+    def _note_admitted(self, rank: int, first: int) -> None:
         worker = self._workers.get(rank)
         if worker is not None and worker.stage is WorkerStage.JOINS and self._leases is not None:
             self._leases.join(rank, first)
             worker.begin(first)
             if not worker.counted:
                 worker.counted = True
-                self._resized(1, worker.joins_because, worker.since, UNDISTURBED)
+                self._report_resize(1, worker.joins_because, worker.since, UNDISTURBED)
 
-    def _removed(self, group: WorkerGroup, rank: int, departure: Departure) -> None:
+    def _note_removed(self, group: WorkerGroup, rank: int, departure: Departure) -> None:
         worker = self._workers.get(rank)
         if worker is not None and departure.waits:
             worker.stage = WorkerStage.WAITS
@@ -551,7 +551,7 @@ class LeasedRun(ChangingWorkers):
         taken = {*self._workers, *self._removals, *self._admissions}
         free = [rank for rank in range(self.slots) if rank not in taken]
         members = [self._workers[rank].member for rank in staying]
-        decision = self.size.decide(members, most_more=len(free), useful=useful, speed=self._speed())
+        decision = self.size.decide(members, most_more=len(free), useful=useful, speed=self._measure_speed())
         if decision.joiners and not free:  # those under notice leave first: servers have the state
             for member in self.size.noticed(members):
                 self._workers[member.rank].dismiss(decision.reason)
@@ -563,7 +563,7 @@ class LeasedRun(ChangingWorkers):
         for rank, newcomer in joining.items():
             self._workers[rank] = LeasedWorker(newcomer, joins_because=decision.reason)
 
-    def _speed(self) -> float | None:
+    def _measure_speed(self) -> float | None:
         """Return the rounds per second of all workers that have joined; None if that of one is not known."""
         paces = [self._workers[rank].seconds for rank in self.joined if rank in self._workers]
         known = [pace for pace in paces if pace]
@@ -579,9 +579,9 @@ class LeasedRun(ChangingWorkers):
             fate = "is lost" if departure.lost else "was pushed"
             rest += f"; what the compression of its gradients had left out {fate}"
         lost = [f"worker-{rank}"] if departure.lost else []
-        self._resized(-1, departure.reason, departure.since, rest, lost)
+        self._report_resize(-1, departure.reason, departure.since, rest, lost)
 
-    def _resized(self, by: int, reason: str, since: float, rest: str, lost: Sequence[str] = ()) -> None:
+    def _report_resize(self, by: int, reason: str, since: float, rest: str, lost: Sequence[str] = ()) -> None:
         """Report that the number of workers has changed, unless `reason` is "", as for the first workers.
 
         `lost`: the names of workers that have died.
@@ -589,7 +589,7 @@ class LeasedRun(ChangingWorkers):
         before, self._count = self._count, self._count + by
         if not reason:
             return
-        self.size.changed(before, self._count, self._speed())
+        self.size.changed(before, self._count, self._measure_speed())
         event: JsonObject = {
             "from": before,
             "to": self._count,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from rayps.core.rows.row_shares import RowShares, even_shares
+from rayps.core.rows.row_shares import RowShares, cut_evenly
 from rayps.core.strategy.elastic import ElasticWorkers
 
 
@@ -27,7 +27,7 @@ class Membership:
     def shares(self, workers: int) -> tuple[int, ...]:
         """Return the shares of a round's rows of so many workers."""
         if self.elastic.global_batch is not None:
-            return even_shares(self.elastic.global_batch, workers)
+            return cut_evenly(self.elastic.global_batch, workers)
         return (self.each,) * workers
 
     @property

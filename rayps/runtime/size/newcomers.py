@@ -131,10 +131,10 @@ class Newcomers:
         """End the newcomers that are ready and whose hosts or processes will end: they would leave at once."""
         notices = self._notices()
         with self._lock:
-            found = [(member, _notice(member, notices)) for member in self._ready]
+            found = [(member, _find_notice(member, notices)) for member in self._ready]
             self._ready = [member for member, notice in found if notice is None]
             gone = [(member, notice) for member, notice in found if notice is not None]
-            self._failures += [_noticed(notice) for _, notice in gone]
+            self._failures += [_describe_notice(notice) for _, notice in gone]
         for member, _ in gone:
             self._end(member)
 
@@ -159,12 +159,12 @@ class Newcomers:
             resources = self._reserve(RESERVE_SECONDS)
             member = self._start(number, resources)
             member.place = member.handle.call("place").result(self._seconds)
-            if _notice(member, self._notices()) is None:  # otherwise it is not worth the time
+            if _find_notice(member, self._notices()) is None:  # otherwise it is not worth the time
                 member.handle.call("prepare").result(self._seconds)
-            notice = _notice(member, self._notices())
-            failure, lacked = None if notice is None else _noticed(notice), notice is not None
+            notice = _find_notice(member, self._notices())
+            failure, lacked = None if notice is None else _describe_notice(notice), notice is not None
         except (RaypsError, TimeoutError, OSError) as error:
-            failure, lacked = _reason(error), isinstance(error, NoResources)
+            failure, lacked = _explain(error), isinstance(error, NoResources)
         except Exception as error:
             log.exception("a newcomer failed to start")
             failure = f"{type(error).__name__}: {error}"
@@ -187,15 +187,15 @@ class Newcomers:
             resources.release()
 
 
-def _notice(member: GroupMember, notices: tuple[Notice, ...]) -> Notice | None:
+def _find_notice(member: GroupMember, notices: tuple[Notice, ...]) -> Notice | None:
     return None if member.place is None else member.place.notice(notices)
 
 
-def _noticed(notice: Notice) -> str:
+def _describe_notice(notice: Notice) -> str:
     return f"its host or process ends: {notice.reason}"
 
 
-def _reason(error: Exception) -> str:
+def _explain(error: Exception) -> str:
     if isinstance(error, NoResources):
         return "the resources of one more worker are not free on hosts without a notice"
     if isinstance(error, ClusterError):

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from rayps.cluster.members import GroupMember
 from rayps.core.job.records import Point
-from rayps.core.rows.balanced_shares import LONGEST_WINDOW, WINDOW, RowSpeeds, balanced_shares, round_seconds
+from rayps.core.rows.balanced_shares import LONGEST_WINDOW, WINDOW, RowSpeeds, balance_shares, estimate_round_seconds
 from rayps.core.rows.row_shares import RowShares
 from rayps.core.time.slow_ranks import SlowRank, SlowRanks
 from rayps.runtime.driver.hold_workers import hold_workers
@@ -66,7 +66,7 @@ class ShareBalancer:
         if seconds is None or len(dealt.current.shares) != self._size:
             return
         before = dealt.current.shares
-        found = balanced_shares(before, seconds)
+        found = balance_shares(before, seconds)
         if found is None:
             return
         at = hold_workers(workers)
@@ -77,7 +77,7 @@ class ShareBalancer:
             worker.await_reply(worker.handle.call("deal", at, rows))
         self._window = min(LONGEST_WINDOW, 2 * self._window)
         self._measure_anew(dict.fromkeys(range(self._size), at + 1))
-        was, will = round_seconds(before, seconds), round_seconds(found, seconds)
+        was, will = estimate_round_seconds(before, seconds), estimate_round_seconds(found, seconds)
         each = ", ".join(f"worker-{rank} {share} ({1 / seconds[rank]:.4g} rows/s)" for rank, share in enumerate(found))
         self._journal.event(
             "shares",

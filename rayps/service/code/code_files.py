@@ -22,8 +22,8 @@ from pathlib import Path
 from pathspec import GitIgnoreSpec, RegexPattern
 from rayps_client.errors import ConfigError
 
-from rayps.core.job.code_archive import MOST_FILES, ArchiveEntry, hash_of, leaves, write
-from rayps.service.code.code_secrets import secret_content, secret_folder, secret_name
+from rayps.core.job.code_archive import MOST_FILES, ArchiveEntry, check_link, hash_of, write
+from rayps.service.code.code_secrets import find_secret_content, find_secret_folder, find_secret_name
 
 # names that are never code, in any case of letters; no pattern can add them
 _NEVER = (
@@ -64,9 +64,9 @@ class PackedCode:
         """Return what was packed from where, its largest files, and how to leave out more."""
         count = len(self.paths)
         files = "1 file" if count == 1 else f"{count} files"
-        largest = ", ".join(f"{path} ({_amount(size)})" for path, size in self.large)
+        largest = ", ".join(f"{path} ({_format_bytes(size)})" for path, size in self.large)
         named = f"; the largest: {largest}" if largest else ""
-        packed = f"{files} of {_amount(self.size)} packed from {self.folder}{named}"
+        packed = f"{files} of {_format_bytes(self.size)} packed from {self.folder}{named}"
         return f"{packed}; to leave out more, list it in .raypsignore"
 
     def data_note(self) -> str:
@@ -106,16 +106,16 @@ def pack_code(folder: Path, most_bytes: int = 100 * MEGABYTE) -> PackedCode:
             f"the working directory {folder} does not exist: give another working_dir", field="working_dir"
         )
     secrets: dict[str, str] = {}
-    found = list(code_files(folder, secrets.__setitem__))
+    found = list(yield_code_files(folder, secrets.__setitem__))
     sizes = {path: status.st_size for path, status in found if stat.S_ISREG(status.st_mode)}
     if sum(sizes.values()) > most_bytes or len(found) > MOST_FILES:
-        raise _too_large(folder, sizes, len(found), most_bytes)
-    read = [_entry(folder, path, status) for path, status in found]
-    holds = {entry.path: what for entry in read if (what := secret_content(entry.path, entry.content)) is not None}
+        raise _explain_too_large(folder, sizes, len(found), most_bytes)
+    read = [_read_entry(folder, path, status) for path, status in found]
+    holds = {entry.path: what for entry in read if (what := find_secret_content(entry.path, entry.content)) is not None}
     entries = [entry for entry in read if entry.path not in holds]
     size = sum(len(entry.content) for entry in entries)
     if size > most_bytes:  # a file has grown since
-        raise _too_large(folder, sizes, len(found), most_bytes)
+        raise _explain_too_large(folder, sizes, len(found), most_bytes)
     archive = write(entries)
     paths = frozenset(entry.path for entry in entries)
     by_size = sorted(((len(entry.content), entry.path) for entry in entries), reverse=True)
@@ -148,7 +148,7 @@ def must_be_project(folder: Path) -> None:
     )
 
 
-def code_files(
+def yield_code_files(
     folder: Path, secret: Callable[[str, str], None] = lambda path, what: None
 ) -> Iterator[tuple[str, os.stat_result]]:
     """Yield the path, relative to `folder`, and the `lstat` of each file and symbolic link of the code.
@@ -161,7 +161,7 @@ def code_files(
     """
     rules = _Rules(folder)
     visited = 0
-    for here, folders, names in os.walk(folder, onerror=_unreadable):
+    for here, folders, names in os.walk(folder, onerror=_refuse_unreadable):
         prefix = Path(here).relative_to(folder).as_posix()
         prefix = "" if prefix == "." else f"{prefix}/"
         rules.enter(prefix)
@@ -175,8 +175,8 @@ def code_files(
         links = [name for name in folders if (Path(here) / name).is_symlink()]
         kept = []
         for name in sorted(set(folders) - set(links)):
-            if rules.wants(f"{prefix}{name}", folder=True) and not _environment(Path(here) / name):
-                what = secret_name(name) or secret_folder(Path(here) / name)
+            if rules.wants(f"{prefix}{name}", folder=True) and not _is_environment(Path(here) / name):
+                what = find_secret_name(name) or find_secret_folder(Path(here) / name)
                 if what is None:
                     kept.append(name)
                 else:
@@ -186,7 +186,7 @@ def code_files(
             status = (Path(here) / name).lstat()
             kind = stat.S_ISREG(status.st_mode) or stat.S_ISLNK(status.st_mode)
             if kind and rules.wants(f"{prefix}{name}", folder=False):
-                what = secret_name(name)
+                what = find_secret_name(name)
                 if what is None:
                     yield f"{prefix}{name}", status
                 else:
@@ -194,7 +194,7 @@ def code_files(
 
 
 def is_ignored(folder: Path, path: str) -> bool:
-    """Return whether `code_files` would leave out the file `path` of `folder`, which need not exist."""
+    """Return whether `yield_code_files` would leave out the file `path` of `folder`, which need not exist."""
     rules = _Rules(folder)
     rules.enter("")
     *parents, _ = (path[:at] for at, letter in enumerate(f"{path}/") if letter == "/")
@@ -246,7 +246,7 @@ class _Rules:
             if each == root:
                 files.insert(0, root / ".git" / "info" / "exclude")
             for file in reversed(files):
-                spec = GitIgnoreSpec.from_lines(_lines(file))
+                spec = GitIgnoreSpec.from_lines(_read_lines(file))
                 if not (prefix and spec.check_file(prefix).include):  # it ignores the working directory itself
                     self._above.append((prefix, _Patterns(spec)))
             if each == root:
@@ -256,13 +256,13 @@ class _Rules:
     def enter(self, prefix: str) -> None:
         """Read the ignore files of the folder with this prefix ("" or a path that ends with a slash)."""
         for name, found in ((".gitignore", self._git), (".raypsignore", self._ours)):
-            lines = _lines(self._folder / prefix / name)
+            lines = _read_lines(self._folder / prefix / name)
             if lines:
                 found[prefix] = _Patterns(GitIgnoreSpec.from_lines(lines))
 
     def keeps(self, path: str, *, folder: bool) -> bool:
         """Return whether a file, or the content of a folder, is code: it is wanted, and has no name of a secret."""
-        return secret_name(path.rpartition("/")[2]) is None and self.wants(path, folder=folder)
+        return find_secret_name(path.rpartition("/")[2]) is None and self.wants(path, folder=folder)
 
     def wants(self, path: str, *, folder: bool) -> bool:
         """Return whether a file, or the content of a folder, is wanted by the patterns that apply to its path."""
@@ -291,18 +291,18 @@ def _is_of(match: re.Match[str], path: str) -> bool:
     return not (path.endswith("/") and match.end() == len(path))  # such as d/**, which leaves d itself
 
 
-def _lines(file: Path) -> list[str]:
+def _read_lines(file: Path) -> list[str]:
     try:
         return file.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return []
 
 
-def _environment(folder: Path) -> bool:
+def _is_environment(folder: Path) -> bool:
     return any((folder / name).exists() for name in _ENVIRONMENT)
 
 
-def _entry(folder: Path, path: str, status: os.stat_result) -> ArchiveEntry:
+def _read_entry(folder: Path, path: str, status: os.stat_result) -> ArchiveEntry:
     try:
         if not stat.S_ISLNK(status.st_mode):
             return ArchiveEntry(path, (folder / path).read_bytes(), executable=bool(status.st_mode & 0o100))
@@ -312,7 +312,7 @@ def _entry(folder: Path, path: str, status: os.stat_result) -> ArchiveEntry:
             f"{folder / path} cannot be read: {error.strerror}\ncorrect it, or list it in .raypsignore",
             field="working_dir",
         ) from error
-    why = leaves(path, target)
+    why = check_link(path, target)
     if why is not None:
         raise ConfigError(
             f"the symbolic link {path} -> {target} {why}, and its target would be missing on the cluster:\n"
@@ -323,13 +323,13 @@ def _entry(folder: Path, path: str, status: os.stat_result) -> ArchiveEntry:
     return ArchiveEntry(path, link=target)
 
 
-def _too_large(folder: Path, sizes: dict[str, int], count: int, most_bytes: int) -> ConfigError:
+def _explain_too_large(folder: Path, sizes: dict[str, int], count: int, most_bytes: int) -> ConfigError:
     largest = sorted(sizes.items(), key=lambda item: (-item[1], item[0]))[:_LISTED]
-    names = ", ".join(f"{path} ({_amount(size)})" for path, size in largest)
+    names = ", ".join(f"{path} ({_format_bytes(size)})" for path, size in largest)
     total = sum(sizes.values())
     return ConfigError(
-        f"the code in {folder} has {count} files of {_amount(total)}, and the limits are {MOST_FILES} files and "
-        f"{_amount(most_bytes)}; the largest are {names}:\n"
+        f"the code in {folder} has {count} files of {_format_bytes(total)}, and the limits are {MOST_FILES} files and "
+        f"{_format_bytes(most_bytes)}; the largest are {names}:\n"
         "list data in .raypsignore or .gitignore and read it by an absolute path or an address (or set RAYPS_CODE_MB "
         "here and at the service),\nor use a folder of the service's machine with upload=False (--no-upload)",
         field="working_dir",
@@ -337,11 +337,11 @@ def _too_large(folder: Path, sizes: dict[str, int], count: int, most_bytes: int)
     )
 
 
-def _amount(size: int) -> str:
+def _format_bytes(size: int) -> str:
     return f"{size / MEGABYTE:.3g} MB" if size >= MEGABYTE / 10 else f"{size / 1000:.3g} kB"
 
 
-def _unreadable(error: OSError) -> None:
+def _refuse_unreadable(error: OSError) -> None:
     raise ConfigError(
         f"{error.filename} cannot be read: {error.strerror}\ncorrect it, or list it in .raypsignore",
         field="working_dir",

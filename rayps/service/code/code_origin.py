@@ -36,19 +36,21 @@ def origin_of(folder: Path, paths: Collection[str], size: int) -> CodeOrigin:
     missing, fails or does not answer within 10 s, the origin has no commit.
     """
     found = CodeOrigin(files=len(paths), bytes=size, folder=str(folder))
-    commit = _git(folder, "rev-parse", "--verify", "HEAD")
+    commit = _run_git(folder, "rev-parse", "--verify", "HEAD")
     if commit is None:
         return found
-    changed = _names(_git(folder, "diff", "HEAD", "--name-only", "--relative", "--no-renames", "-z", "--", "."))
-    untracked = _names(_git(folder, "ls-files", "--others", "--exclude-standard", "-z", "--", "."))
+    changed = _split_names(
+        _run_git(folder, "diff", "HEAD", "--name-only", "--relative", "--no-renames", "-z", "--", ".")
+    )
+    untracked = _split_names(_run_git(folder, "ls-files", "--others", "--exclude-standard", "-z", "--", "."))
     new = [path for path in untracked if path in paths]
-    shown = [path for path in changed if path in paths or _deleted(folder, path)][:_MOST_PATHS]
+    shown = [path for path in changed if path in paths or _is_deleted(folder, path)][:_MOST_PATHS]
     # --irreversible-delete: what a deleted file contained, which may be a key, is not in the diff
     options = ("--no-color", "--no-ext-diff", "--no-textconv", "--relative", "--no-renames", "--irreversible-delete")
-    diff = (_git(folder, "--literal-pathspecs", "diff", "HEAD", *options, "--", *shown) or "") if shown else ""
+    diff = (_run_git(folder, "--literal-pathspecs", "diff", "HEAD", *options, "--", *shown) or "") if shown else ""
     at = CodeOrigin(
         commit=commit.strip(),
-        branch=(_git(folder, "symbolic-ref", "--short", "-q", "HEAD") or "").strip() or None,
+        branch=(_run_git(folder, "symbolic-ref", "--short", "-q", "HEAD") or "").strip() or None,
         dirty=bool(shown or new),
         untracked=len(new),
         diff=diff[:MOST_DIFF],
@@ -57,15 +59,15 @@ def origin_of(folder: Path, paths: Collection[str], size: int) -> CodeOrigin:
     return {**found, **at}
 
 
-def _deleted(folder: Path, path: str) -> bool:
+def _is_deleted(folder: Path, path: str) -> bool:
     return not os.path.lexists(folder / path) and not is_ignored(folder, path)
 
 
-def _names(text: str | None) -> list[str]:
+def _split_names(text: str | None) -> list[str]:
     return [name for name in (text or "").split("\0") if name]
 
 
-def _git(folder: Path, *arguments: str) -> str | None:
+def _run_git(folder: Path, *arguments: str) -> str | None:
     """Return the output of a Git command that changes nothing, or None if it failed."""
     command = ["git", "-c", "core.fsmonitor=false", "-c", "core.quotepath=false", *arguments]
     try:

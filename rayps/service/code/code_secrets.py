@@ -27,7 +27,7 @@ _MOST_TOKENS = 64_000  # bytes of a file with tokens
 _IDENTITY = "identity.json"
 
 
-def secret_name(path: str) -> str | None:
+def find_secret_name(path: str) -> str | None:
     """Return what secret a path holds by the name of it or of a folder above it, such as .env; None: no such name."""
     for part in path.lower().split("/"):
         for what, patterns in _NAMES.items():
@@ -36,7 +36,7 @@ def secret_name(path: str) -> str | None:
     return None
 
 
-def secret_content(path: str, content: bytes) -> str | None:
+def find_secret_content(path: str, content: bytes) -> str | None:
     """Return what secret a file holds by its content; None: none that is known."""
     start = content.removeprefix(b"\xef\xbb\xbf").lstrip()
     if (start.startswith(_PEM_BEGINS) or path.lower().endswith(_PEM_NAMES)) and _KEY_HEADER.search(start):
@@ -48,7 +48,7 @@ def secret_content(path: str, content: bytes) -> str | None:
     return "a token of rayps" if _has_tokens(content) else None
 
 
-def secret_folder(folder: Path) -> str | None:
+def find_secret_folder(folder: Path) -> str | None:
     """Return what secret a folder holds that is not sent as a whole; None: none that is known."""
     try:
         own = (folder / "lock").is_file() and _is_identity((folder / _IDENTITY).read_bytes()[:_MOST_TOKENS])
@@ -58,7 +58,7 @@ def secret_folder(folder: Path) -> str | None:
 
 
 def _is_identity(content: bytes) -> bool:
-    found = _json(content)
+    found = _parse_json(content)
     return isinstance(found, dict) and found.keys() == {"key"} and isinstance(found["key"], str)
 
 
@@ -69,7 +69,7 @@ def _has_tokens(content: bytes) -> bool:
     except UnicodeDecodeError:
         return False
     if text.startswith("{"):
-        found = _json(content)
+        found = _parse_json(content)
         token = found.get("token") if isinstance(found, dict) else None
         return isinstance(token, str) and re.fullmatch(_TOKEN, token) is not None
     lines = [line.strip() for line in text.splitlines()]
@@ -77,7 +77,7 @@ def _has_tokens(content: bytes) -> bool:
     return bool(lines) and all(_TOKEN_LINE.fullmatch(line) for line in lines)
 
 
-def _json(content: bytes) -> object:
+def _parse_json(content: bytes) -> object:
     try:
         return json.loads(content)
     except ValueError:

@@ -18,7 +18,7 @@ from rayps_client.errors import ConfigError, NotFound
 
 from rayps.cluster.code_folder import read_archive
 from rayps.cluster.scratch import Scratch
-from rayps.core.job.code_archive import FOLDER, archive_path, is_hash, read, unpack
+from rayps.core.job.code_archive import FOLDER, is_hash, locate_archive, read, unpack
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class CodeStore:
 
     def has(self, code: str) -> bool:
         """Return whether the archive is there. It is then not regarded as unused for a day."""
-        path = archive_path(self._state_dir, code)
+        path = locate_archive(self._state_dir, code)
         try:
             os.utime(path)
         except OSError:
@@ -54,7 +54,7 @@ class CodeStore:
 
     def path(self, code: str) -> Path:
         """Return the archive's file. Raises NotFound if it is not there."""
-        path = archive_path(self._state_dir, code)
+        path = locate_archive(self._state_dir, code)
         if not path.is_file():
             raise NotFound(f"there is no code {code}: upload it first", code="no_code", status=404)
         return path
@@ -96,7 +96,7 @@ class CodeStore:
                 async for block in blocks:
                     size += len(block)
                     if size > self.most_archive_bytes:
-                        raise ConfigError(self._too_large(), field=FOLDER, code="too_large")
+                        raise ConfigError(self._explain_too_large(), field=FOLDER, code="too_large")
                     found.update(block)
                     await asyncio.to_thread(file.write, block)
                 if found.hexdigest() != code:
@@ -108,7 +108,7 @@ class CodeStore:
                 await asyncio.to_thread(self._check, part)
                 file.flush()
                 await asyncio.to_thread(os.fsync, file.fileno())
-            target = archive_path(self._state_dir, code)
+            target = locate_archive(self._state_dir, code)
             known = target.exists()
             part.replace(target)
             return not known
@@ -119,7 +119,7 @@ class CodeStore:
         with part.open("rb") as file:
             read(file, self.most_bytes)
 
-    def _too_large(self) -> str:
+    def _explain_too_large(self) -> str:
         return (
             f"an archive of code may have files of {self.most_bytes} bytes here: list data in .raypsignore, or set "
             "RAYPS_CODE_MB at the service"
@@ -127,7 +127,7 @@ class CodeStore:
 
     def remove(self, code: str) -> None:
         """Delete an archive that no job needs."""
-        archive_path(self._state_dir, code).unlink(missing_ok=True)
+        locate_archive(self._state_dir, code).unlink(missing_ok=True)
 
     def remove_unused(self, needed: Collection[str]) -> list[str]:
         """Delete the archives that no job needs and that were not used for a day, and the rest of broken uploads."""

@@ -28,17 +28,17 @@ class Upload:
 
 
 def prepare_upload(folder: Path, fields: Mapping[str, Json], most_bytes: int) -> Upload:
-    """Pack `folder` for the job with these fields, each of which becomes as `sent_value` returns it.
+    """Pack `folder` for the job with these fields, each of which becomes as `prepare_value` returns it.
 
     Raises:
         ConfigError: the folder cannot be packed, or a file of the job is outside of it.
     """
     packed = pack_code(folder, most_bytes)
-    found: dict[str, Json] = {name: sent_value(name, value, folder) for name, value in fields.items()}
+    found: dict[str, Json] = {name: prepare_value(name, value, folder) for name, value in fields.items()}
     return Upload(packed, origin_of(folder, packed.paths, packed.size), found | {"code": packed.hash})
 
 
-def sent_value(name: str, value: Json, folder: Path) -> Json:
+def prepare_value(name: str, value: Json, folder: Path) -> Json:
     """Return the value of a job's field `name`, as it is sent with the packed `folder`.
 
     Paths of the workload or the function and of a user's own strategies become relative to the folder. A checkpoint to
@@ -48,25 +48,25 @@ def sent_value(name: str, value: Json, folder: Path) -> Json:
         ConfigError: a file of the job's code is outside of the folder.
     """
     if name in ("workload", "run") and isinstance(value, str):
-        return _relative(value, folder)
+        return _make_relative(value, folder)
     if name == "strategy":
-        return _relative_strategy(value, folder)
+        return _make_strategy_relative(value, folder)
     if name in ("resume", "start_from"):
-        return _absolute(value, folder)
+        return _make_absolute(value, folder)
     return value
 
 
-def _absolute(given: Json, folder: Path) -> Json:
+def _make_absolute(given: Json, folder: Path) -> Json:
     """Return the path of a file or folder as an absolute path if it exists here; it may be a job's id."""
     if isinstance(given, dict):
-        return {key: _absolute(value, folder) if key == "path" else value for key, value in given.items()}
+        return {key: _make_absolute(value, folder) if key == "path" else value for key, value in given.items()}
     if not isinstance(given, str):
         return given
     path = folder / Path(given).expanduser()
     return str(path.resolve()) if os.path.exists(path) else given  # noqa: PTH110  Path.exists raises for a long name
 
 
-def _relative(target: str, folder: Path) -> str:
+def _make_relative(target: str, folder: Path) -> str:
     """Return `path/file.py:Class` with a path relative to `folder`. Raises ConfigError if it is outside of it."""
     place, colon, name = target.rpartition(":")
     if not colon or not place.endswith(".py"):
@@ -83,16 +83,16 @@ def _relative(target: str, folder: Path) -> str:
     return f"{path.relative_to(folder).as_posix()}:{name}"
 
 
-def _relative_strategy(given: Json, folder: Path) -> Json:
+def _make_strategy_relative(given: Json, folder: Path) -> Json:
     if isinstance(given, str):
-        return _OWN.sub(lambda found: _relative(found[0], folder), given)
+        return _OWN.sub(lambda found: _make_relative(found[0], folder), given)
     if isinstance(given, list):
-        return [_relative_strategy(each, folder) for each in given]
+        return [_make_strategy_relative(each, folder) for each in given]
     if isinstance(given, dict):
         return {
-            key: _relative_strategy(value, folder)
+            key: _make_strategy_relative(value, folder)
             if key == "strategy"
-            else _relative(value, folder)
+            else _make_relative(value, folder)
             if key == "name" and isinstance(value, str)
             else value
             for key, value in given.items()

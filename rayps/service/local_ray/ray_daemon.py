@@ -34,7 +34,7 @@ from types import FrameType
 from rayps.cluster.local import WORKER_NICENESS
 from rayps.service import processes
 from rayps.service.liveness import QuietTime
-from rayps.service.local_ray.ray_logs import FOLDERS, LogFile, removable
+from rayps.service.local_ray.ray_logs import FOLDERS, LogFile, list_removable
 from rayps.service.settings import SERVICE_LOCK, private_write
 
 log = logging.getLogger("rayps.service.local_ray.ray_daemon")
@@ -83,7 +83,7 @@ def read_record(state_dir: Path) -> RayRecord | None:
         return None
 
 
-def environment(state_dir: Path) -> dict[str, str]:
+def make_environment(state_dir: Path) -> dict[str, str]:
     """Return the environment variables with which a process starts or joins the Ray that rayps owns."""
     return {
         "RAY_AUTH_MODE": "token",
@@ -113,7 +113,7 @@ def remove_leftovers(record: RayRecord) -> None:
     """Remove the processes and the temporary directory that a killed daemon left."""
     temp = Path(record.temp_dir)
     if temp.name.startswith("rayps-"):  # never delete a directory that rayps did not create
-        processes.kill_all(processes.left_by_ray(str(temp), record.session))
+        processes.kill_all(processes.find_left_by_ray(str(temp), record.session))
         shutil.rmtree(temp, ignore_errors=True)
 
 
@@ -127,7 +127,7 @@ class Daemon:
         self._ray: subprocess.Popen[bytes] | None = None
         signal.signal(signal.SIGTERM, self._stop)
         signal.signal(signal.SIGINT, self._stop)
-        temp = tempfile.mkdtemp(prefix="rayps-", dir=_short_temp())
+        temp = tempfile.mkdtemp(prefix="rayps-", dir=_choose_temp())
         self.record = RayRecord("starting", os.getpid(), processes.start_time(os.getpid()), temp, cpus)
 
     def run(self) -> int:
@@ -168,11 +168,11 @@ class Daemon:
             f"--num-cpus={self.record.cpus}",
             "--no-monitor",
             "--include-log-monitor=false",
-            f"--object-store-memory={_object_store_bytes()}",
+            f"--object-store-memory={_choose_object_store_bytes()}",
         ]
         return subprocess.Popen(
             command,
-            env=env | environment(self._state_dir),
+            env=env | make_environment(self._state_dir),
             stdin=subprocess.DEVNULL,
             cwd=self._state_dir,
             start_new_session=True,
@@ -205,7 +205,7 @@ class Daemon:
         found: dict[str, tuple[int, int | None]] = {}
         prune_at = time.monotonic() + _PRUNE_SECONDS
         while failure is None and not self._stop_requested and self._is_ours():
-            found = found if len(found) == len(_REQUIRED_PROCESSES) else self._required_processes()
+            found = found if len(found) == len(_REQUIRED_PROCESSES) else self._find_required_processes()
             gone = [name for name, (pid, since) in found.items() if not processes.is_alive(pid, since)]
             if self._ray is not None and self._ray.pid in processes.reap():
                 failure = f"Ray has ended by itself: see {self._state_dir / LOG}"
@@ -228,14 +228,14 @@ class Daemon:
                 for path in (folder / part).iterdir():
                     with contextlib.suppress(OSError):  # the file was removed
                         found.append(LogFile(str(path.relative_to(folder)), path.stat().st_mtime))
-        for name in removable(found, set(processes.descendants(os.getpid())), time.time()):
+        for name in list_removable(found, set(processes.list_descendants(os.getpid())), time.time()):
             (folder / name).unlink(missing_ok=True)
 
-    def _required_processes(self) -> dict[str, tuple[int, int | None]]:
+    def _find_required_processes(self) -> dict[str, tuple[int, int | None]]:
         """Return a dict from the name of each required process of Ray that was found to (process id, start time)."""
         found = {}
-        for pid in processes.descendants(os.getpid()):
-            name = Path(next(iter(processes.command(pid)), "")).name
+        for pid in processes.list_descendants(os.getpid()):
+            name = Path(next(iter(processes.read_command(pid)), "")).name
             if name in _REQUIRED_PROCESSES:
                 found[name] = (pid, processes.start_time(pid))
         return found
@@ -278,8 +278,8 @@ class Lease:
         self._idle = idle
         self._silence = QuietTime(clock)
         self._clock = clock
-        self._drivers = drivers or _drivers_alive
-        self._jobs = _newest_of_jobs(state_dir)
+        self._drivers = drivers or _are_drivers_alive
+        self._jobs = _find_newest_of_jobs(state_dir)
         self._checked_at = clock() - _CHECK_SECONDS
 
     def expired(self) -> bool:
@@ -287,14 +287,14 @@ class Lease:
 
         Job files and processes are read only after `idle` seconds without a heartbeat, because that takes long.
         """
-        silent = self._silence.observe((_changed(self._state_dir / HEARTBEAT), self._jobs))
+        silent = self._silence.observe((_read_change_time(self._state_dir / HEARTBEAT), self._jobs))
         if silent <= self._idle or 0.0 <= self._clock() - self._checked_at < _CHECK_SECONDS:
             return False
         self._checked_at = self._clock()
-        jobs = _newest_of_jobs(self._state_dir)
+        jobs = _find_newest_of_jobs(self._state_dir)
         if jobs != self._jobs:  # a job made progress
             self._jobs = jobs
-            self._silence.observe((_changed(self._state_dir / HEARTBEAT), jobs))
+            self._silence.observe((_read_change_time(self._state_dir / HEARTBEAT), jobs))
             return False
         return is_expired(silent, self._idle, service=service_is_alive(self._state_dir), drivers=self._drivers())
 
@@ -316,31 +316,33 @@ def service_is_alive(state_dir: Path) -> bool:
     return any(inode == part.rpartition(":")[2] for line in held for part in line if part.count(":") == 2)
 
 
-def _drivers_alive() -> bool:
-    return any(_DRIVER_TITLE in " ".join(processes.command(pid)) for pid in processes.descendants(os.getpid()))
+def _are_drivers_alive() -> bool:
+    return any(
+        _DRIVER_TITLE in " ".join(processes.read_command(pid)) for pid in processes.list_descendants(os.getpid())
+    )
 
 
-def _newest_of_jobs(state_dir: Path) -> int:
+def _find_newest_of_jobs(state_dir: Path) -> int:
     """Return the newest time, over all jobs, at which a progress or outcome file changed, in ns since the epoch."""
     newest = 0
     for progress in state_dir.glob("jobs/*/progress.json"):
-        newest = max(newest, _changed(progress.parent / "outcome.json") or _changed(progress))
+        newest = max(newest, _read_change_time(progress.parent / "outcome.json") or _read_change_time(progress))
     return newest
 
 
-def _changed(path: Path) -> int:
+def _read_change_time(path: Path) -> int:
     try:
         return path.stat().st_mtime_ns
     except OSError:
         return 0
 
 
-def _short_temp() -> str:
+def _choose_temp() -> str:
     # Ray makes unix sockets below its folder, whose paths have at most 107 bytes
     return tempfile.gettempdir() if len(tempfile.gettempdir()) <= 20 else "/tmp"
 
 
-def _object_store_bytes() -> int:
+def _choose_object_store_bytes() -> int:
     # rayps sends tensors over its own connections, so Ray's store holds only users' objects; Ray's minimum is 75 MB
     room = shutil.disk_usage("/dev/shm").total // 4 if Path("/dev/shm").is_dir() else 0
     return min(max(room, 80_000_000), 1_000_000_000)

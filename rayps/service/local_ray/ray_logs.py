@@ -22,7 +22,7 @@ class LogFile(NamedTuple):
     changed: float  # seconds since the epoch
 
 
-def removable(files: Iterable[LogFile], alive: set[int], now: float) -> list[str]:
+def list_removable(files: Iterable[LogFile], alive: set[int], now: float) -> list[str]:
     """Return the names of the files that can be removed, oldest first. `alive`: ids of processes that still write.
 
     Only files of single workers and drivers are returned, never those of Ray's own processes.

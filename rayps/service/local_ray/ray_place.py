@@ -26,12 +26,12 @@ from rayps.service.local_ray.ray_daemon import (
     HEARTBEAT,
     LOG,
     RayRecord,
-    environment,
+    make_environment,
     make_token,
     read_record,
     remove_leftovers,
 )
-from rayps.service.local_ray.ray_process import ClusterProcess, python_path
+from rayps.service.local_ray.ray_process import ClusterProcess, make_python_path
 from rayps.service.plan import Bundle
 from rayps.service.settings import Settings
 
@@ -44,12 +44,12 @@ _SERVICE_STOPS = "the service is stopping"
 _UNRESPONSIVE_SECONDS = 180.0  # seconds without an answer of Ray and without progress of a job: Ray is restarted
 
 
-def place(settings: Settings) -> OwnRay | JoinedRay:
+def choose_place(settings: Settings) -> OwnRay | JoinedRay:
     """Return the Ray for drivers: the cluster at `settings.address`, or without an address a Ray that rayps owns."""
     return OwnRay(settings) if settings.address is None else JoinedRay(settings.address)
 
 
-def cpus_note(settings: Settings) -> str:
+def describe_cpus(settings: Settings) -> str:
     """Return what one job may reserve in rayps's own Ray, and what jobs may that run side by side."""
     most, cores = settings.logical_cpus, settings.cores
     own = f"starting Ray with {most} logical CPUs; this machine has {os.cpu_count() or 1} cores"
@@ -112,7 +112,7 @@ class OwnRay:
             self._record = self._ensure()
             assert self._record.address is not None
             self._cluster = ClusterProcess(
-                self._record.address, environment(self._dir), give_up_reason=self._give_up_reason
+                self._record.address, make_environment(self._dir), give_up_reason=self._give_up_reason
             )
             return self._cluster
 
@@ -184,7 +184,7 @@ class OwnRay:
         if self._daemon is not None and self._daemon.poll() is None:
             return  # the daemon is starting, or waits for the previous one to end
         make_token(self._dir)
-        log.info("%s", cpus_note(self._settings))
+        log.info("%s", describe_cpus(self._settings))
         with (self._dir / LOG).open("ab") as out:
             self._daemon = subprocess.Popen(
                 [
@@ -203,7 +203,7 @@ class OwnRay:
                 stderr=out,
                 start_new_session=True,
                 cwd=self._dir,
-                env={**os.environ, "PYTHONPATH": python_path()},
+                env={**os.environ, "PYTHONPATH": make_python_path()},
             )
 
     def _end(self) -> None:
@@ -221,7 +221,7 @@ class OwnRay:
         record = read_record(self._dir)
         if record is not None:
             if record.alive:
-                processes.kill_all([*processes.descendants(record.pid), record.pid])
+                processes.kill_all([*processes.list_descendants(record.pid), record.pid])
             remove_leftovers(record)
             (self._dir / "ray.json").unlink(missing_ok=True)
 
@@ -294,12 +294,12 @@ class _UnresponsiveTime:
         self._jobs_dir = jobs_dir
         self._quiet = QuietTime()
         self._over = False
-        self._progress = self._newest()
+        self._progress = self._find_newest()
 
     def observe(self, answers: int) -> bool:
         """Record how many answers Ray has given so far; return whether the limit is exceeded."""
         if self._quiet.observe((answers, self._progress)) > self.seconds:
-            newest = self._newest()  # called only here, because it reads many files
+            newest = self._find_newest()  # called only here, because it reads many files
             self._over = newest == self._progress
             self._progress = newest
         return self._over
@@ -312,7 +312,7 @@ class _UnresponsiveTime:
         """Start again at zero. Call it after a restart of Ray."""
         self._quiet, self._over = QuietTime(), False
 
-    def _newest(self) -> int:
+    def _find_newest(self) -> int:
         stamps = [0]
         for path in self._jobs_dir.glob("*/progress.json"):
             with contextlib.suppress(OSError):

@@ -109,7 +109,7 @@ class ClusterProcess:
                 stderr=self._output,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
-                env=_environment(env or {}),
+                env=_make_environment(env or {}),
             )
         self._pipe = Connection(ours.detach())
         joined: Answer = Future()
@@ -278,27 +278,27 @@ class ClusterProcess:
             self._child.kill()
             code = self._child.wait()
             if code == _REFUSED:  # the child runs another version of rayps
-                why = f"{why}: {self._last_output().rpartition(': error: ')[2]}"
+                why = f"{why}: {self._read_last_output().rpartition(': error: ')[2]}"
             if log_exit and code not in (0, 1):
-                log.warning("the process that calls Ray ended with code %d (%s)%s", code, why, self._last_output())
+                log.warning("the process that calls Ray ended with code %d (%s)%s", code, why, self._read_last_output())
         for reply in waiting.values():
             reply.set_exception(ClusterError(f"Ray did not answer: {why}"))
 
-    def _last_output(self) -> str:
+    def _read_last_output(self) -> str:
         self._output.seek(0, os.SEEK_END)
         self._output.seek(max(0, self._output.tell() - _TAIL))
         text = self._output.read().decode(errors="replace").strip()
         return f"; its last output:\n{text}" if text else ""
 
 
-def _environment(more: Mapping[str, str]) -> dict[str, str]:
-    found = {**os.environ, **more, "PYTHONPATH": python_path()}
+def _make_environment(more: Mapping[str, str]) -> dict[str, str]:
+    found = {**os.environ, **more, "PYTHONPATH": make_python_path()}
     if "RAY_AUTH_TOKEN_PATH" in more:
         found.pop("RAY_AUTH_TOKEN", None)  # another Ray's token; Ray would use it instead of the token file
     return found
 
 
-def python_path() -> str:
+def make_python_path() -> str:
     """Return a PYTHONPATH with which a child of the service imports this rayps, also if it is not installed."""
     home = str(Path(rayps.__file__).resolve().parent.parent)
     rest = os.environ.get("PYTHONPATH")

@@ -12,7 +12,7 @@ from typing import Any, TypedDict
 from rayps_client.values import Json, JsonObject
 
 from rayps.core.job.job_status import Status
-from rayps.core.metric_direction import Direction, chosen_direction, direction_of, lowest_is_best
+from rayps.core.metric_direction import Direction, choose_direction, direction_of, lowest_is_best
 from rayps.privacy.options import privacy_of
 from rayps.service.rest_answers import JobAnswer
 
@@ -127,14 +127,14 @@ class _Clock:
         return since
 
 
-def compared(jobs: Sequence[JobAnswer], series: Mapping[str, SeriesAnswer], now: float) -> Comparison:
+def compare_jobs(jobs: Sequence[JobAnswer], series: Mapping[str, SeriesAnswer], now: float) -> Comparison:
     """Compare jobs, given each job's series by its id. `now`: seconds since the epoch, for jobs that have not ended."""
-    curves = {job["id"]: _curves(job, series[job["id"]]) for job in jobs}
+    curves = {job["id"]: _make_curves(job, series[job["id"]]) for job in jobs}
     metrics = list(dict.fromkeys(name for found in curves.values() for name in found if name != BATCH_LOSS))
     if any(value is not None for found in curves.values() for value in found.get(BATCH_LOSS, _NO_CURVE)["value"]):
         metrics.append(BATCH_LOSS)  # a private job has none
-    values = [_values(job) for job in jobs]
-    names = _differing(values, [set(job["spec"].get("params") or {}) for job in jobs])
+    values = [_collect_values(job) for job in jobs]
+    names = _find_differing(values, [set(job["spec"].get("params") or {}) for job in jobs])
     rows: list[ComparedRow] = []
     for job, known in zip(jobs, values, strict=True):
         rows.append(
@@ -146,9 +146,9 @@ def compared(jobs: Sequence[JobAnswer], series: Mapping[str, SeriesAnswer], now:
                 "result": _has_result(job),
                 "values": {name: known[name] for name in names if name in known},
                 "rounds": (job["progress"] or {}).get("round"),
-                "seconds": _seconds(job, now),
+                "seconds": _find_seconds(job, now),
                 "metrics": {
-                    name: _summary(name, curve, series[job["id"]], loop=bool(job["spec"].get("run")))
+                    name: _summarize(name, curve, series[job["id"]], loop=bool(job["spec"].get("run")))
                     for name, curve in curves[job["id"]].items()
                 },
             }
@@ -156,21 +156,21 @@ def compared(jobs: Sequence[JobAnswer], series: Mapping[str, SeriesAnswer], now:
     return {
         "differing": names,
         "metrics": metrics,
-        "columns": _columns(names, metrics, {name for job in jobs for name in job["spec"]}),
+        "columns": _make_columns(names, metrics, {name for job in jobs for name in job["spec"]}),
         "lowest": {name: lowest_is_best(name) for name in metrics},
         "rows": rows,
         "curves": curves,
     }
 
 
-def metric_columns(metrics: Sequence[str], taken: Collection[str]) -> dict[str, str]:
+def name_metric_columns(metrics: Sequence[str], taken: Collection[str]) -> dict[str, str]:
     """Return a column's name for each metric: the metric's own, or "metrics.NAME" if a column of `taken` has it."""
     return {name: f"metrics.{name}" if name in taken else name for name in metrics}
 
 
-def _columns(differing: Sequence[str], metrics: Sequence[str], fields: Collection[str]) -> list[TableColumn]:
+def _make_columns(differing: Sequence[str], metrics: Sequence[str], fields: Collection[str]) -> list[TableColumn]:
     best = {name: f"best {name}" for name in metrics}
-    heads = metric_columns(metrics, {*FACTS, *fields, *differing, *best.values()})
+    heads = name_metric_columns(metrics, {*FACTS, *fields, *differing, *best.values()})
     return [
         *(TableColumn(name=name, kind="fact", of=name) for name in FACTS[:3]),
         *(TableColumn(name=name, kind="value", of=name) for name in differing),
@@ -186,7 +186,7 @@ def _columns(differing: Sequence[str], metrics: Sequence[str], fields: Collectio
     ]
 
 
-def cell(row: ComparedRow, column: TableColumn) -> Json:
+def read_cell(row: ComparedRow, column: TableColumn) -> Json:
     """Return the value of a row in a column; None if it has none."""
     of = column["of"]
     match column["kind"]:
@@ -211,17 +211,17 @@ def with_direction(found: Comparison, metrics: Sequence[str], direction: Directi
     rows = []
     for row in found["rows"]:
         chosen = {name: known for name, known in row["metrics"].items() if name in metrics}
-        summaries = {name: known | {"best": _best(known, direction)} for name, known in chosen.items()}
+        summaries = {name: known | {"best": _find_best(known, direction)} for name, known in chosen.items()}
         rows.append(row | {"metrics": row["metrics"] | summaries})
     lowest = {name: direction == "min" if name in metrics else known for name, known in found["lowest"].items()}
     return found | {"rows": rows, "lowest": lowest}
 
 
-def best_row(found: Comparison, metric: str, mode: str = "auto") -> ComparedRow | None:
+def find_best_row(found: Comparison, metric: str, mode: str = "auto") -> ComparedRow | None:
     """Return the row of the job that ended with the best value of a metric. Ties: the first.
 
     Only jobs that succeeded count, and those that were stopped and have a result. Return None if none of these has a
-    value of the metric. `mode` is that of `chosen_direction`.
+    value of the metric. `mode` is that of `choose_direction`.
 
     Raises:
         ConfigError: `mode` is invalid, or "auto" and the metric's name does not say which value is the best.
@@ -233,7 +233,7 @@ def best_row(found: Comparison, metric: str, mode: str = "auto") -> ComparedRow 
             ended.append((value, row))
     if not ended:
         return None
-    choose = min if chosen_direction(metric, mode) == "min" else max
+    choose = min if choose_direction(metric, mode) == "min" else max
     return choose(ended, key=lambda each: each[0])[1]
 
 
@@ -241,13 +241,13 @@ def _has_result(job: JobAnswer) -> bool:
     return job["status"] == Status.SUCCEEDED or (job["status"] == Status.STOPPED and bool(job["metrics"]))
 
 
-def _values(job: JobAnswer) -> JsonObject:
+def _collect_values(job: JobAnswer) -> JsonObject:
     spec: JsonObject = {name: value for name, value in job["spec"].items() if name not in _NOT_COMPARED}
     taken = {*FACTS, *job["spec"]}
     return {(f"params.{name}" if name in taken else name): value for name, value in job["params"].items()} | spec
 
 
-def _differing(values: Sequence[JsonObject], given: Sequence[set[str]]) -> list[str]:
+def _find_differing(values: Sequence[JsonObject], given: Sequence[set[str]]) -> list[str]:
     """Return the names whose known values differ, or which only some jobs have and were given for one; params first."""
     found = []
     for name in dict.fromkeys(name for each in values for name in each):
@@ -259,7 +259,7 @@ def _differing(values: Sequence[JsonObject], given: Sequence[set[str]]) -> list[
     return found
 
 
-def _curves(job: JobAnswer, found: SeriesAnswer) -> dict[str, Curve]:
+def _make_curves(job: JobAnswer, found: SeriesAnswer) -> dict[str, Curve]:
     progress = job["progress"] or {}
     rounds, epochs = progress.get("rounds"), progress.get("epochs")
     ends, seconds, passed = [], [], 0.0
@@ -272,36 +272,36 @@ def _curves(job: JobAnswer, found: SeriesAnswer) -> dict[str, Curve]:
     logged = "loss" if job["spec"].get("run") else BATCH_LOSS  # a loop of the user's own has no evaluations
     for evaluation in found["evaluations"]:
         for name, value in evaluation["metrics"].items():
-            points.setdefault(name, {})[int(evaluation["round"])] = _finite(value)
+            points.setdefault(name, {})[int(evaluation["round"])] = _keep_finite(value)
     evaluated = set(points)
     for bucket, end in zip(found["series"], ends, strict=True):
         loss = bucket["loss"]
         for name, value in bucket.get("numbers", {}).items():
-            points.setdefault(f"batch {name}" if name in evaluated else name, {})[end] = _finite(value)
-        points.setdefault(logged, {})[end] = None if loss is None else _finite(loss["mean"])
-    delta = _delta(job["spec"].get("strategy")) if _EPSILON in points else None
+            points.setdefault(f"batch {name}" if name in evaluated else name, {})[end] = _keep_finite(value)
+        points.setdefault(logged, {})[end] = None if loss is None else _keep_finite(loss["mean"])
+    delta = _find_delta(job["spec"].get("strategy")) if _EPSILON in points else None
     if delta is not None:  # epsilon says nothing without it
         name = f"privacy {_DELTA}" if _DELTA in points else _DELTA
         points[name] = dict.fromkeys(points[_EPSILON], delta)
     if not found["evaluations"]:
         for name, value in (job["metrics"] or {}).items():
-            points.setdefault(name, {int(progress.get("round") or 0): _finite(value)})
-    return {name: _curve(held, clock) for name, held in points.items()}
+            points.setdefault(name, {int(progress.get("round") or 0): _keep_finite(value)})
+    return {name: _make_curve(held, clock) for name, held in points.items()}
 
 
-def _delta(strategy: Json) -> float | None:
+def _find_delta(strategy: Json) -> float | None:
     """Return delta of a private strategy in wire form, or of the last private one of several phases."""
     if isinstance(strategy, list):
-        return next((found for each in reversed(strategy) if (found := _delta(each)) is not None), None)
+        return next((found for each in reversed(strategy) if (found := _find_delta(each)) is not None), None)
     if not isinstance(strategy, dict):
         return None
     if "strategy" in strategy:  # a phase
-        return _delta(strategy["strategy"])
+        return _find_delta(strategy["strategy"])
     spec = privacy_of(strategy.get("privacy"))
     return None if spec is None else spec.delta
 
 
-def _curve(points: Mapping[int, float | None], clock: _Clock) -> Curve:
+def _make_curve(points: Mapping[int, float | None], clock: _Clock) -> Curve:
     rounds = sorted(points)
     epochs = [clock.epoch(at) for at in rounds]
     return {
@@ -312,7 +312,7 @@ def _curve(points: Mapping[int, float | None], clock: _Clock) -> Curve:
     }
 
 
-def _summary(name: str, curve: Curve, found: SeriesAnswer, *, loop: bool) -> MetricSummary:
+def _summarize(name: str, curve: Curve, found: SeriesAnswer, *, loop: bool) -> MetricSummary:
     """Return the summary of a curve. One of rounds is that of all rounds: its curve has the means of buckets."""
     evaluated = {each for evaluation in found["evaluations"] for each in evaluation["metrics"]}
     logged = "loss" if loop else BATCH_LOSS
@@ -327,14 +327,14 @@ def _summary(name: str, curve: Curve, found: SeriesAnswer, *, loop: bool) -> Met
             "least": min(values, default=None),
             "most": max(values, default=None),
         }
-    return known | {"best": _best(known, direction_of(name))}
+    return known | {"best": _find_best(known, direction_of(name))}
 
 
-def _best(known: MetricSummary, direction: Direction | None) -> float | None:
+def _find_best(known: MetricSummary, direction: Direction | None) -> float | None:
     return None if direction is None else known["least"] if direction == "min" else known["most"]
 
 
-def _seconds(job: JobAnswer, now: float) -> float | None:
+def _find_seconds(job: JobAnswer, now: float) -> float | None:
     if job["started_at"] is None:
         return None
     begin = datetime.fromisoformat(job["started_at"]).timestamp()
@@ -342,5 +342,5 @@ def _seconds(job: JobAnswer, now: float) -> float | None:
     return max(0.0, end - begin)
 
 
-def _finite(value: Json) -> float | None:
+def _keep_finite(value: Json) -> float | None:
     return value if isinstance(value, (int, float)) and math.isfinite(value) else None

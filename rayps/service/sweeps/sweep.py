@@ -18,7 +18,7 @@ from rayps_client.values import Json, JsonObject
 
 from rayps.core.job.job_fields import FIELDS
 from rayps.core.refusals.of_jobs import NOT_IN_LOOPS
-from rayps.core.strategy.text import written
+from rayps.core.strategy.text import write_strategy
 
 MOST_JOBS = 200  # jobs of one sweep
 NAME = r"^[A-Za-z0-9]([A-Za-z0-9_.-]{0,62}[A-Za-z0-9])?$"
@@ -43,7 +43,7 @@ class SweepJob:
     label: str
 
 
-def sweep_jobs(job: Mapping[str, Json], over: Mapping[str, Sequence[Json]]) -> list[SweepJob]:
+def make_sweep_jobs(job: Mapping[str, Json], over: Mapping[str, Sequence[Json]]) -> list[SweepJob]:
     """Return the cross product: one job for each combination of values; the values of the last name vary fastest.
 
     Raises:
@@ -54,7 +54,7 @@ def sweep_jobs(job: Mapping[str, Json], over: Mapping[str, Sequence[Json]]) -> l
     """
     if not over:
         raise ConfigError("a sweep needs at least one name with values, e.g. lr=[0.1, 0.3]", field="over")
-    places = {name: _place(name) for name in over}
+    places = {name: _find_place(name) for name in over}
     if len(set(places.values())) < len(places):
         raise ConfigError(f"over has one name twice: {', '.join(over)}", field="over")
     for name, values in over.items():
@@ -71,17 +71,17 @@ def sweep_jobs(job: Mapping[str, Json], over: Mapping[str, Sequence[Json]]) -> l
     if count > MOST_JOBS:
         raise ConfigError(f"the sweep has {count} jobs: give at most {MOST_JOBS}", field="over")
     return [
-        _job(job, {places[name]: value for name, value in zip(over, combination, strict=True)})
+        _make_job(job, {places[name]: value for name, value in zip(over, combination, strict=True)})
         for combination in itertools.product(*over.values())
     ]
 
 
-def bare_fields(over: Mapping[str, Sequence[Json]]) -> list[str]:
+def find_bare_fields(over: Mapping[str, Sequence[Json]]) -> list[str]:
     """Return the names that mean fields of the job although a parameter may have the same name."""
     return [name for name in over if name in FIELDS]
 
 
-def ambiguous(name: str) -> ConfigError:
+def explain_ambiguous(name: str) -> ConfigError:
     """Return the error for a name that is a field of the job and a parameter of its workload or function."""
     return ConfigError(
         f"{name!r} is a field of the job and a parameter of its workload or function: write params.{name} for the "
@@ -101,7 +101,7 @@ def check_name(name: str) -> str:
     return name
 
 
-def _place(name: str) -> tuple[str, str]:
+def _find_place(name: str) -> tuple[str, str]:
     """Return whether a name means a field ("job") or a parameter ("params"), and its own name."""
     kind, dot, rest = name.partition(".")
     if dot and kind == "job" and rest not in FIELDS:
@@ -124,21 +124,21 @@ def _check_values(name: str, values: Sequence[Json]) -> None:
             raise ConfigError(f"over has {name}={value!r} twice: give each value once", field="over")
 
 
-def _job(job: Mapping[str, Json], chosen: Mapping[tuple[str, str], Json]) -> SweepJob:
+def _make_job(job: Mapping[str, Json], chosen: Mapping[tuple[str, str], Json]) -> SweepJob:
     given = job.get("params") or {}
     if not isinstance(given, Mapping):
         raise ConfigError(f'params is {given!r}: give names with values, e.g. {{"lr": 0.1}}', field="params")
     params = dict(given) | {name: value for (kind, name), value in chosen.items() if kind == "params"}
     fields = {name: value for (kind, name), value in chosen.items() if kind == "job"}
-    label = " ".join(f"{name}={_short(value)}" for (_, name), value in chosen.items())
+    label = " ".join(f"{name}={_shorten(value)}" for (_, name), value in chosen.items())
     return SweepJob({**job, **fields, "params": params}, label)
 
 
-def _short(value: Json) -> str:
+def _shorten(value: Json) -> str:
     if value is None or isinstance(value, bool):
         return {True: "true", False: "false", None: "none"}[value]
     if isinstance(value, (dict, list)):
-        return written(value) if _is_strategy(value) else json.dumps(value)
+        return write_strategy(value) if _is_strategy(value) else json.dumps(value)
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
@@ -149,7 +149,7 @@ def _is_strategy(value: Json) -> bool:
     return isinstance(value, str) or (isinstance(value, dict) and isinstance(value.get("name"), str))
 
 
-def job_name(base: str, label: str) -> str:
+def name_job(base: str, label: str) -> str:
     """Return the name of a job of a sweep: the base name and the label, cut to 64 characters."""
     text = f"{base} {label}"
     return text if len(text) <= _LABEL else f"{text[: _LABEL - 3]}..."

@@ -10,7 +10,7 @@ from rayps_client.errors import ConfigError, NotFound
 from rayps_client.values import Json, JsonObject
 
 from rayps.service.rest_answers import JobAnswer, SweepAnswer
-from rayps.service.sweeps.comparison import NO_SUMMARY, Comparison, best_row, cell
+from rayps.service.sweeps.comparison import NO_SUMMARY, Comparison, find_best_row, read_cell
 
 
 class SweepMember(Protocol):
@@ -103,7 +103,7 @@ class Sweep(Generic[JobT]):
             raise NotFound(
                 f"no job of the sweep {self.name!r} has the metric {metric!r}: there are {known}", status=404
             )
-        row = best_row(found, metric, mode)
+        row = find_best_row(found, metric, mode)
         if row is None:
             raise NotFound(
                 f"no job of the sweep {self.name!r} has ended with a result that has the metric {metric!r}: wait for "
@@ -115,7 +115,7 @@ class Sweep(Generic[JobT]):
 
 def table_of(found: Comparison) -> list[JsonObject]:
     """Return the rows of a comparison as flat dicts, all with the same keys."""
-    return [{column["name"]: cell(row, column) for column in found["columns"]} for row in found["rows"]]
+    return [{column["name"]: read_cell(row, column) for column in found["columns"]} for row in found["rows"]]
 
 
 def listed(over: Mapping[str, Iterable[Json]]) -> dict[str, list[Json]]:

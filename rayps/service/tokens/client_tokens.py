@@ -70,7 +70,7 @@ class ClientTokens:
             await tx.execute(
                 _table.insert().values(
                     id=grant.id,
-                    hash=_sha256(token.secret),
+                    hash=_hash(token.secret),
                     job_id=job,
                     name=name,
                     created_at=now,
@@ -87,7 +87,7 @@ class ClientTokens:
             return None
         now = time.time()
         found = await self._find(
-            _table.c.hash == _sha256(secret),
+            _table.c.hash == _hash(secret),
             _table.c.revoked_at.is_(None),
             sa.or_(_table.c.expires_at.is_(None), _table.c.expires_at > now),
         )
@@ -128,5 +128,5 @@ class ClientTokens:
             ]
 
 
-def _sha256(text: str) -> str:
+def _hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()

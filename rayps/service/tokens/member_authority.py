@@ -32,7 +32,7 @@ _NAMES = (
 _LIST_DAYS = 3650  # of the revocation list, which rayps reads whenever it changes
 
 
-def new_authority(folder: Path, name: str, days: int) -> x509.Certificate:
+def create_authority(folder: Path, name: str, days: int) -> x509.Certificate:
     """Create an authority in an empty or new folder; return its certificate.
 
     Raises:
@@ -41,12 +41,12 @@ def new_authority(folder: Path, name: str, days: int) -> x509.Certificate:
     if (folder / "ca.key").exists() or (folder / "ca.pem").exists():
         raise Conflict(f"{folder} has an authority already: give another folder", code="exists")
     (folder / "issued").mkdir(parents=True, exist_ok=True, mode=0o700)
-    key, subject = Ed25519PrivateKey.generate(), _named(name)
+    key, subject = Ed25519PrivateKey.generate(), _make_name(name)
     made = (
-        _builder(subject, subject, days)
+        _make_builder(subject, subject, days)
         .public_key(key.public_key())
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(_usage(authority=True), critical=True)
+        .add_extension(_make_usage(authority=True), critical=True)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
         .sign(key, None)
     )
@@ -56,7 +56,7 @@ def new_authority(folder: Path, name: str, days: int) -> x509.Certificate:
     return made
 
 
-def new_request(name: str, key: Path, request: Path) -> None:
+def create_request(name: str, key: Path, request: Path) -> None:
     """Create a member's private key, and the request for its certificate, in two new files.
 
     Folders that do not exist are created, and only their owner can enter them.
@@ -72,7 +72,7 @@ def new_request(name: str, key: Path, request: Path) -> None:
         _make_folder(path.parent)
     private = Ed25519PrivateKey.generate()
     private_write(key, _pem_of(private))
-    asked = x509.CertificateSigningRequestBuilder().subject_name(_named(name)).sign(private, None)
+    asked = x509.CertificateSigningRequestBuilder().subject_name(_make_name(name)).sign(private, None)
     request.write_bytes(asked.public_bytes(serialization.Encoding.PEM))
 
 
@@ -83,14 +83,14 @@ def issue(folder: Path, request: Path, days: float, starts: datetime.datetime | 
         ConfigError: the request or the authority's key cannot be read, or asks for something else.
         Conflict: a valid certificate of that name exists.
     """
-    ca, key = _authority(folder)
+    ca, key = _read_authority(folder)
     asked = _read_request(request)
     public = asked.public_key()
     made = (
-        _builder(_named(_name_in(asked, request)), ca.subject, days, starts)
+        _make_builder(_make_name(_read_name(asked, request)), ca.subject, days, starts)
         .public_key(public)  # MemberCertificate checks its kind
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(_usage(authority=False), critical=True)
+        .add_extension(_make_usage(authority=False), critical=True)
         .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.CLIENT_AUTH]), critical=False)
         .sign(key, None if isinstance(key, Ed25519PrivateKey) else _hash())
     )
@@ -98,7 +98,7 @@ def issue(folder: Path, request: Path, days: float, starts: datetime.datetime | 
         member = MemberCertificate.of(made)
     except Unauthorized as error:
         raise ConfigError(f"{request}: {error.message}", field="request") from error
-    for other in _valid(folder):
+    for other in _list_valid(folder):
         if other.name == member.name and other.key != member.key:
             raise Conflict(
                 f"{member.name} has a valid certificate with another key (serial number {other.serial}): revoke that "
@@ -109,9 +109,9 @@ def issue(folder: Path, request: Path, days: float, starts: datetime.datetime | 
     return member
 
 
-def requested_name(request: Path) -> str:
+def read_requested_name(request: Path) -> str:
     """Return the name for which a request asks. Raises ConfigError if it cannot be read or is not a client's name."""
-    return _name_in(_read_request(request), request)
+    return _read_name(_read_request(request), request)
 
 
 def was_issued(folder: Path, path: Path) -> bool:
@@ -120,15 +120,15 @@ def was_issued(folder: Path, path: Path) -> bool:
         found = x509.load_pem_x509_certificate(path.read_bytes())
     except (OSError, ValueError):
         return False
-    return any(each.certificate == found for each in issued(folder))
+    return any(each.certificate == found for each in list_issued(folder))
 
 
 def others_of(folder: Path, member: MemberCertificate) -> list[MemberCertificate]:
     """Return the other certificates of a member's name that are valid now."""
-    return [each for each in _valid(folder) if each.name == member.name and each.serial != member.serial]
+    return [each for each in _list_valid(folder) if each.name == member.name and each.serial != member.serial]
 
 
-def _valid(folder: Path) -> list[MemberCertificate]:
+def _list_valid(folder: Path) -> list[MemberCertificate]:
     """Return the certificates that an authority has issued and that are valid now, the oldest first."""
     return [each for each, ended in with_ends(folder) if ended is None]
 
@@ -138,8 +138,8 @@ def with_ends(folder: Path) -> list[tuple[MemberCertificate, str | None]]:
 
     The reason is "revoked" or "expired", or None if the certificate is valid.
     """
-    found, now = issued(folder), datetime.datetime.now(datetime.UTC)
-    revoked = {serial for serial, _ in _revoked(folder)}
+    found, now = list_issued(folder), datetime.datetime.now(datetime.UTC)
+    revoked = {serial for serial, _ in _read_revoked(folder)}
     return [(each, _end(each.certificate, revoked, now)) for each in found]
 
 
@@ -149,7 +149,7 @@ def _end(certificate: x509.Certificate, revoked: set[int], now: datetime.datetim
     return "expired" if certificate.not_valid_after_utc < now else None
 
 
-def _name_in(asked: x509.CertificateSigningRequest, request: Path) -> str:
+def _read_name(asked: x509.CertificateSigningRequest, request: Path) -> str:
     names = asked.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
     if not names:
         raise ConfigError(
@@ -193,10 +193,10 @@ def revoke(folder: Path, which: str) -> list[MemberCertificate]:
         NotFound: no such certificate was issued.
     """
     wanted = which.strip().lower().replace(":", "").lstrip("0")
-    found = [each for each in issued(folder) if each.name == which or each.serial == wanted]
+    found = [each for each in list_issued(folder) if each.name == which or each.serial == wanted]
     if not found:
         raise NotFound(f"{folder} has issued no certificate {which!r:.100}: `rayps members ls {folder}` lists them")
-    known = _revoked(folder)
+    known = _read_revoked(folder)
     before = {serial for serial, _ in known}
     new = [each for each in found if each.certificate.serial_number not in before]
     now = datetime.datetime.now(datetime.UTC)
@@ -204,7 +204,7 @@ def revoke(folder: Path, which: str) -> list[MemberCertificate]:
     return new
 
 
-def issued(folder: Path) -> list[MemberCertificate]:
+def list_issued(folder: Path) -> list[MemberCertificate]:
     """Return all certificates that an authority has issued, the oldest first.
 
     Raises:
@@ -226,11 +226,11 @@ def check_authority(folder: Path) -> x509.Certificate:
         ) from error
 
 
-def _authority(folder: Path) -> tuple[x509.Certificate, PrivateKey]:
+def _read_authority(folder: Path) -> tuple[x509.Certificate, PrivateKey]:
     return check_authority(folder), read_private(folder / "ca.key", "it is to be the authority's key")
 
 
-def _revoked(folder: Path) -> list[tuple[int, datetime.datetime]]:
+def _read_revoked(folder: Path) -> list[tuple[int, datetime.datetime]]:
     path = folder / "revoked.pem"
     try:
         found = x509.load_pem_x509_crl(path.read_bytes())
@@ -244,7 +244,7 @@ def _revoked(folder: Path) -> list[tuple[int, datetime.datetime]]:
 
 
 def _write_list(folder: Path, revoked: list[tuple[int, datetime.datetime]]) -> None:
-    ca, key = _authority(folder)
+    ca, key = _read_authority(folder)
     now = datetime.datetime.now(datetime.UTC)
     builder = x509.CertificateRevocationListBuilder().issuer_name(ca.subject).last_update(now)
     builder = builder.next_update(now + datetime.timedelta(days=_LIST_DAYS))
@@ -254,7 +254,7 @@ def _write_list(folder: Path, revoked: list[tuple[int, datetime.datetime]]) -> N
     _write(folder / "revoked.pem", builder.sign(key, None if isinstance(key, Ed25519PrivateKey) else _hash()))
 
 
-def _builder(
+def _make_builder(
     subject: x509.Name, issuer: x509.Name, days: float, starts: datetime.datetime | None = None
 ) -> x509.CertificateBuilder:
     begins = starts or datetime.datetime.now(datetime.UTC)
@@ -268,7 +268,7 @@ def _builder(
     )
 
 
-def _usage(authority: bool) -> x509.KeyUsage:
+def _make_usage(authority: bool) -> x509.KeyUsage:
     return x509.KeyUsage(
         digital_signature=not authority,
         key_cert_sign=authority,
@@ -282,7 +282,7 @@ def _usage(authority: bool) -> x509.KeyUsage:
     )
 
 
-def _named(name: str) -> x509.Name:
+def _make_name(name: str) -> x509.Name:
     try:
         return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     except ValueError as error:

@@ -73,8 +73,8 @@ class UserTokens:
         text = self._file.read_text(encoding="utf-8").strip() if self._file.exists() else ""
         made = not (text and await self._store.accepts_secret(text))
         if made:
-            text = _secret()
-        earlier = (_table.c.kind == _OWN, _table.c.hash != _sha256(text), _table.c.revoked_at.is_(None))
+            text = _draw_secret()
+        earlier = (_table.c.kind == _OWN, _table.c.hash != _hash(text), _table.c.revoked_at.is_(None))
         async with self._store.reading() as tx:
             leaked = (await tx.execute(_table.select().where(*earlier))).first() is not None
         if made or leaked:  # otherwise write nothing, because the disk may be full
@@ -101,14 +101,14 @@ class UserTokens:
             raise ConfigError(
                 f"name is {name!r}, which is reserved for the service's own token: give another name", field="name"
             )
-        text = _secret()
+        text = _draw_secret()
         async with self._store.writing() as tx:
             await _add(tx, text, _USER, name, expires_at)
-        return await self.find(_id(text)), text
+        return await self.find(_make_id(text)), text
 
     async def all(self) -> list[UserToken]:
         """List all tokens, including revoked and expired ones, newest first."""
-        return [found for _, found in await self._rows()]
+        return [found for _, found in await self._read_rows()]
 
     async def find(self, token_id: str) -> UserToken:
         """Return the token with this id. The id `local` means the service's own token.
@@ -128,13 +128,13 @@ class UserTokens:
             Conflict: the token was revoked or has expired.
         """
         row, found = await self._find(token_id)
-        text = _secret()
+        text = _draw_secret()
         async with self._store.writing() as tx:
             await _revoke(tx, row.hash, found)
             await _add(tx, text, row.kind, found.name, found.expires_at)
         if row.kind == _OWN:
             private_write(self._file, text)
-        return await self.find(_id(text)), text
+        return await self.find(_make_id(text)), text
 
     async def revoke(self, token_id: str) -> UserToken:
         """Revoke a token at once.
@@ -155,13 +155,13 @@ class UserTokens:
         return await self.find(found.id)
 
     async def _find(self, token_id: str) -> tuple[TokenRow, UserToken]:
-        for row, found in await self._rows():
+        for row, found in await self._read_rows():
             own = token_id == LOCAL and row.kind == _OWN and found.revoked_at is None
             if own or found.id == token_id:
                 return row, found
         raise NotFound(f"there is no token {token_id[:100]!r}: `rayps token ls` lists them", status=404)
 
-    async def _rows(self) -> list[tuple[TokenRow, UserToken]]:
+    async def _read_rows(self) -> list[tuple[TokenRow, UserToken]]:
         query = _table.select().where(_table.c.kind != _SESSION).order_by(_table.c.created_at.desc())
         async with self._store.reading() as tx:
             return [
@@ -181,7 +181,7 @@ class UserTokens:
 
 async def _add(tx: AsyncConnection, text: str, kind: str, name: str, expires_at: float | None) -> None:
     await tx.execute(
-        _table.insert().values(hash=_sha256(text), kind=kind, name=name, created_at=time.time(), expires_at=expires_at)
+        _table.insert().values(hash=_hash(text), kind=kind, name=name, created_at=time.time(), expires_at=expires_at)
     )
 
 
@@ -212,13 +212,13 @@ async def _end_sessions(tx: AsyncConnection) -> None:
     await tx.execute(_codes.delete())
 
 
-def _secret() -> str:
+def _draw_secret() -> str:
     return f"rps_{secrets.token_urlsafe(32)}"
 
 
-def _id(text: str) -> str:
-    return _sha256(text)[:_ID]
+def _make_id(text: str) -> str:
+    return _hash(text)[:_ID]
 
 
-def _sha256(text: str) -> str:
+def _hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()

@@ -44,15 +44,15 @@ from rayps.tensors.checkpoints.checkpoint_manifest import (
     Manifest,
     Meta,
     check_size,
+    describe_tensors,
     digest_of,
-    encoded,
+    encode_manifest,
+    explain_torn,
+    explain_unread,
+    explain_unwritten,
     files_of,
-    kinds,
     manifest_of,
     shapes_of,
-    torn,
-    unread,
-    unwritten,
     verify_file,
 )
 from rayps.tensors.checkpoints.checkpoint_place import (
@@ -134,12 +134,12 @@ def save(
     must_be_finite(state, f"in the state of round {step}")
     final = place.at(name_of(step))
     try:
-        manifest = _written(place, step, token, state, write_tables)
+        manifest = _write(place, step, token, state, write_tables)
         passing("checkpoint: files written, no manifest")
-        place.publish(step, token, encoded(manifest))
+        place.publish(step, token, encode_manifest(manifest))
     except (OSError, safetensors.SafetensorError) as error:
         place.discard(step, token)
-        raise unwritten(error, str(final)) from error
+        raise explain_unwritten(error, str(final)) from error
     except BaseException:
         place.discard(step, token)
         raise
@@ -148,7 +148,7 @@ def save(
     return final.location
 
 
-def _written(
+def _write(
     place: CheckpointPlace, step: int, token: str, state: SavedState, write_tables: Callable[[Path], list[Path]] | None
 ) -> Manifest:
     """Write all files of a checkpoint but its manifest. Return the manifest."""
@@ -161,7 +161,7 @@ def _written(
         "beside": {},
         "finite": True,
     }
-    encoded(body)  # so that `meta` that is no JSON data is found before anything is written
+    encode_manifest(body)  # so that `meta` that is no JSON data is found before anything is written
     for prefix in {key.partition("/")[0]: key for key in state.tensors}.items():
         _check_prefix(*prefix)
     if isinstance(place, LocalFolder):
@@ -178,7 +178,7 @@ def _written(
     draft_place = place.draft(step, token)
     with draft_place.writer(name, plan.size) as sink:
         digest = plan.write(sink)
-    body["files"] = {name: {"size": plan.size, "sha256": digest, "tensors": kinds(state.tensors)}}
+    body["files"] = {name: {"size": plan.size, "sha256": digest, "tensors": describe_tensors(state.tensors)}}
     if write_tables is not None:
         body["beside"] = _send_tables(draft_place, token, write_tables)
     return {**body, "whole": {}, "token": token}
@@ -205,21 +205,21 @@ def _send_tables(
 def _write_by_prefix(draft: Path, state: SavedState, earlier: list[Path]) -> dict[str, FileFacts]:
     """Write one file for each prefix of the tensors' names. Return the files' facts by name."""
     files: dict[str, FileFacts] = {}
-    for prefix, tensors in sorted(_by_prefix(state.tensors).items()):
+    for prefix, tensors in sorted(_group_by_prefix(state.tensors).items()):
         path = draft / f"{prefix}.safetensors"
-        linked = _linked(path, state, earlier) if prefix == FROZEN else None
+        linked = _link_earlier(path, state, earlier) if prefix == FROZEN else None
         if linked is not None:
             files[path.name] = linked
             continue
-        plain = _plain(tensors)
+        plain = _copy_to_cpu(tensors)
         safetensors.torch.save_file(plain, path)
         sync(path)
         digest = digest_of(LocalFolder(draft), path.name)
-        files[path.name] = {"size": path.stat().st_size, "sha256": digest, "tensors": kinds(plain)}
+        files[path.name] = {"size": path.stat().st_size, "sha256": digest, "tensors": describe_tensors(plain)}
     return files
 
 
-def _linked(path: Path, state: SavedState, earlier: list[Path]) -> FileFacts | None:
+def _link_earlier(path: Path, state: SavedState, earlier: list[Path]) -> FileFacts | None:
     """Link `path` to the file of an earlier checkpoint with the same frozen parameters. Return None if there is none.
 
     Both checkpoints are whole: a file exists as long as one of its links does.
@@ -242,14 +242,14 @@ def _check_prefix(prefix: str, key: str) -> None:
         )
 
 
-def _by_prefix(tensors: dict[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
+def _group_by_prefix(tensors: dict[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
     groups: dict[str, dict[str, torch.Tensor]] = {}
     for key, value in tensors.items():
         groups.setdefault(key.partition("/")[0], {})[key] = value
     return groups
 
 
-def _plain(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _copy_to_cpu(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the tensors on the CPU, each in separate memory, because safetensors refuses views of one vector."""
     seen: set[int] = set()
     plain: dict[str, torch.Tensor] = {}
@@ -339,11 +339,11 @@ def _keep_links(folder: Path, step: int, name: str, other: Path | None) -> Path 
 def _keep_copy(place: ObjectStore, step: int, name: str, other: CheckpointPlace | None) -> str | None:
     into = place.at(name)
     mine, final = place.at(name_of(step)), into.at(name_of(step))
-    held, kept = _manifest_bytes(mine), _manifest_bytes(final)
+    held, kept = _read_manifest_bytes(mine), _read_manifest_bytes(final)
     if kept is not None and held in (None, kept):
         return final.location
     source: CheckpointPlace | None = mine if held is not None else other
-    text = held if held is not None else None if other is None else _manifest_bytes(other)
+    text = held if held is not None else None if other is None else _read_manifest_bytes(other)
     if text is None or not isinstance(source, ObjectStore):
         return None
     manifest = manifest_of(source)
@@ -360,7 +360,7 @@ def _keep_copy(place: ObjectStore, step: int, name: str, other: CheckpointPlace 
     return final.location
 
 
-def _manifest_bytes(place: CheckpointPlace) -> bytes | None:
+def _read_manifest_bytes(place: CheckpointPlace) -> bytes | None:
     try:
         return place.read(MANIFEST)
     except FileNotFoundError:
@@ -391,9 +391,9 @@ def load(path: Location | CheckpointPlace) -> SavedState:
         manifest = manifest_of(place)
         for name, facts in manifest.get("beside", {}).items():
             verify_file(place, name, facts)
-        state = _state(place, manifest)
+        state = _read_state(place, manifest)
     except CheckpointError as error:
-        earlier = _valid_before(place) if "reason" in error.data else None
+        earlier = _find_valid_before(place) if "reason" in error.data else None
         if earlier is None:
             raise
         first = error.message.splitlines()[0]
@@ -411,7 +411,7 @@ def meta_of(path: Location | CheckpointPlace) -> Meta:
     return manifest_of(CheckpointPlace.of(path))["meta"]
 
 
-def _valid_before(place: CheckpointPlace) -> CheckpointPlace | None:
+def _find_valid_before(place: CheckpointPlace) -> CheckpointPlace | None:
     """Return the newest valid checkpoint of an earlier step in the same folder, or None if there is none."""
     step = step_of(place.name)
     for other in place.parent.steps() if step is not None else []:
@@ -422,11 +422,11 @@ def _valid_before(place: CheckpointPlace) -> CheckpointPlace | None:
     return None
 
 
-def _state(place: CheckpointPlace, manifest: Manifest) -> SavedState:
+def _read_state(place: CheckpointPlace, manifest: Manifest) -> SavedState:
     """Read all tensors, and compare the files' hashes with the manifest."""
-    problem = checkpoint_manifest.uncovered(manifest["files"], manifest.get("whole", {}))
+    problem = checkpoint_manifest.find_uncovered(manifest["files"], manifest.get("whole", {}))
     if problem is not None:
-        raise torn(place, problem)
+        raise explain_torn(place, problem)
     shapes, whole = shapes_of(manifest), manifest.get("whole", {})
     flat: dict[str, torch.Tensor] = {}
     for name, facts in manifest["files"].items():
@@ -439,7 +439,7 @@ def _state(place: CheckpointPlace, manifest: Manifest) -> SavedState:
             if key not in whole:
                 flat[key] = torch.empty(size, dtype=stored.dtype)
                 return flat[key]
-            if kinds({key: stored}) != {key: facts["tensors"].get(key)}:
+            if describe_tensors({key: stored}) != {key: facts["tensors"].get(key)}:
                 raise tensor_file.TensorFileError(f"{key!r} is not as the manifest states")
             if key not in flat:
                 flat[key] = torch.empty(math.prod(whole[key]), dtype=stored.dtype)
@@ -449,11 +449,11 @@ def _state(place: CheckpointPlace, manifest: Manifest) -> SavedState:
             check_size(place, name, facts)
             found, digest = tensor_file.read_all(place, name, target)
         except (OSError, EOFError, tensor_file.TensorFileError) as error:
-            raise unread(place, name, error) from error
+            raise explain_unread(place, name, error) from error
         if digest != facts["sha256"]:
-            raise torn(place, f"{name} was changed after it was written (SHA-256)")
-        if kinds(found) != facts["tensors"]:
-            raise torn(place, f"{name} does not contain the tensors that the manifest names")
+            raise explain_torn(place, f"{name} was changed after it was written (SHA-256)")
+        if describe_tensors(found) != facts["tensors"]:
+            raise explain_torn(place, f"{name} does not contain the tensors that the manifest names")
     return SavedState({key: value.view(shapes[key]["shape"]) for key, value in flat.items()}, manifest["meta"])
 
 
@@ -492,7 +492,7 @@ def tables_of(path: Location) -> Iterator[Path]:
                 check_size(place, name, facts)
                 own.write_bytes(place.read(name))
             except OSError as error:
-                raise unread(place, name, error) from error
+                raise explain_unread(place, name, error) from error
             verify_file(LocalFolder(Path(scratch)), str(own.relative_to(scratch)), facts)
         yield Path(scratch) / TABLES
 
@@ -557,10 +557,10 @@ def usable(folder: Location) -> tuple[Location | None, list[str]]:
         PlaceError: the remote place cannot be reached, or refuses.
     """
     found, invalid = scan(folder)
-    return found, _skipped(invalid)
+    return found, _warn_of_skipped(invalid)
 
 
-def _skipped(invalid: dict[Location, str]) -> list[str]:
+def _warn_of_skipped(invalid: dict[Location, str]) -> list[str]:
     return [f"skipped the checkpoint {path}: {reason}" for path, reason in invalid.items()]
 
 
@@ -584,7 +584,7 @@ def usable_at(path: Location) -> tuple[Location, list[str]]:
     except CheckpointError as error:
         found, invalid = scan(place.parent.location, step - 1)
         reason = str(error.data.get("reason", error.message))
-        return (path, []) if found is None else (found, _skipped({place.location: reason} | invalid))
+        return (path, []) if found is None else (found, _warn_of_skipped({place.location: reason} | invalid))
     return path, []
 
 

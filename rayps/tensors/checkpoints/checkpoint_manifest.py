@@ -73,12 +73,12 @@ class StoredPiece:
 # ---------------------------------------------------------------------------------------------- write
 
 
-def kinds(tensors: Mapping[str, Tensor] | Mapping[str, StoredRange]) -> dict[str, TensorFacts]:
+def describe_tensors(tensors: Mapping[str, Tensor] | Mapping[str, StoredRange]) -> dict[str, TensorFacts]:
     """Return the shape and dtype of each tensor."""
     return {key: {"shape": list(value.shape), "dtype": name_of_dtype(value.dtype)} for key, value in tensors.items()}
 
 
-def encoded(manifest: Manifest) -> bytes:
+def encode_manifest(manifest: Manifest) -> bytes:
     """Return the bytes of a manifest, with its own hash.
 
     Raises:
@@ -90,10 +90,10 @@ def encoded(manifest: Manifest) -> bytes:
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"the checkpoint's `meta` cannot be written as JSON: {error}") from error
     body: Manifest = {**manifest, "meta": meta}
-    return json.dumps({**body, "sha256": manifest_hash(body)}, indent=1).encode()
+    return json.dumps({**body, "sha256": hash_manifest(body)}, indent=1).encode()
 
 
-def manifest_hash(body: Manifest | JsonObject) -> str:
+def hash_manifest(body: Manifest | JsonObject) -> str:
     """Return the SHA-256 of a manifest without its own hash."""
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
@@ -111,11 +111,11 @@ def manifest_of(place: CheckpointPlace) -> Manifest:
     try:
         text = place.read(MANIFEST).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise _unreadable(place, error) from error
+        raise _explain_unreadable(place, error) from error
     try:
         manifest = json.loads(text)
     except ValueError as error:
-        raise torn(place, f"its manifest is incomplete: {error}") from error
+        raise explain_torn(place, f"its manifest is incomplete: {error}") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise CheckpointError(
             f"{place} is not a checkpoint of rayps: its {MANIFEST} has another format", path=str(place)
@@ -127,18 +127,18 @@ def manifest_of(place: CheckpointPlace) -> Manifest:
             path=str(place),
             version=version,
         )
-    if manifest.pop("sha256", None) != manifest_hash(manifest):
-        raise torn(place, "its manifest was changed after it was written")
+    if manifest.pop("sha256", None) != hash_manifest(manifest):
+        raise explain_torn(place, "its manifest was changed after it was written")
     if manifest.get("finite") is not True:
-        raise torn(place, "its manifest does not state that its tensors are finite")
+        raise explain_torn(place, "its manifest does not state that its tensors are finite")
     if not _complete(manifest):
-        raise torn(place, "its manifest has missing fields")
+        raise explain_torn(place, "its manifest has missing fields")
     for name in manifest["files"]:
         if not _FILE.fullmatch(name):
-            raise torn(place, f"its manifest names the file {name!r}, which is not a file of a checkpoint")
+            raise explain_torn(place, f"its manifest names the file {name!r}, which is not a file of a checkpoint")
     for name in manifest.get("beside", {}):
         if not _TABLE_FILE.fullmatch(name):
-            raise torn(place, f"its manifest names the file {name!r}, which is not a file of a checkpoint")
+            raise explain_torn(place, f"its manifest names the file {name!r}, which is not a file of a checkpoint")
     return manifest
 
 
@@ -153,7 +153,7 @@ def _complete(manifest: JsonObject) -> TypeGuard[Manifest]:
     )
 
 
-def _unreadable(place: CheckpointPlace, error: Exception) -> CheckpointError:
+def _explain_unreadable(place: CheckpointPlace, error: Exception) -> CheckpointError:
     inside = place.steps()
     if inside:
         example = place.at(name_of(inside[0]))
@@ -161,13 +161,13 @@ def _unreadable(place: CheckpointPlace, error: Exception) -> CheckpointError:
             f"{place} is a folder of several checkpoints: give one of them, e.g. {example}", path=str(place)
         )
     if isinstance(place, LocalFolder) and place.path.exists():
-        return torn(place, f"its {MANIFEST} cannot be read: {getattr(error, 'strerror', None) or error}")
+        return explain_torn(place, f"its {MANIFEST} cannot be read: {getattr(error, 'strerror', None) or error}")
     if isinstance(error, FileNotFoundError) or isinstance(place, LocalFolder):
         return CheckpointError(f"no checkpoint at {place}: give a folder such as .../step-00000171", path=str(place))
-    return torn(place, f"its {MANIFEST} cannot be read: {error}")
+    return explain_torn(place, f"its {MANIFEST} cannot be read: {error}")
 
 
-def torn(place: CheckpointPlace, reason: str) -> CheckpointError:
+def explain_torn(place: CheckpointPlace, reason: str) -> CheckpointError:
     """Return the error of a checkpoint that is not valid for this reason. Its data have the reason."""
     return CheckpointError(
         f"the checkpoint {place} is not valid: {reason}\ngive an earlier checkpoint, or start a new run",
@@ -176,14 +176,14 @@ def torn(place: CheckpointPlace, reason: str) -> CheckpointError:
     )
 
 
-def unread(place: CheckpointPlace, name: str, error: Exception) -> CheckpointError:
+def explain_unread(place: CheckpointPlace, name: str, error: Exception) -> CheckpointError:
     """Return the error of a file that cannot be read: `error` itself if its place cannot be reached."""
     if isinstance(error, PlaceError):
         return error
-    return torn(place, f"{name} cannot be read: {getattr(error, 'strerror', None) or error}")
+    return explain_torn(place, f"{name} cannot be read: {getattr(error, 'strerror', None) or error}")
 
 
-def unwritten(error: Exception, checkpoint: str, what: str = "") -> CheckpointError:
+def explain_unwritten(error: Exception, checkpoint: str, what: str = "") -> CheckpointError:
     """Return the error of a checkpoint, or of `what` in it, that was not written: a PlaceError if the disk is full."""
     reason = getattr(error, "strerror", None) or error
     message = f"cannot write {f'{what} of ' if what else ''}the checkpoint {checkpoint}: {reason}"
@@ -202,9 +202,9 @@ def verify_file(place: CheckpointPlace, name: str, facts: FileFacts) -> None:
     try:
         check_size(place, name, facts)
         if digest_of(place, name) != facts["sha256"]:
-            raise torn(place, f"{name} was changed after it was written (SHA-256)")
+            raise explain_torn(place, f"{name} was changed after it was written (SHA-256)")
     except (OSError, EOFError) as error:
-        raise unread(place, name, error) from error
+        raise explain_unread(place, name, error) from error
 
 
 def digest_of(place: CheckpointPlace, name: str) -> str:
@@ -232,7 +232,7 @@ def check_size(place: CheckpointPlace, name: str, facts: FileFacts) -> None:
     """
     size = place.size(name)
     if size != facts["size"]:
-        raise torn(place, f"{name} has {size} bytes, but the manifest states {facts['size']}")
+        raise explain_torn(place, f"{name} has {size} bytes, but the manifest states {facts['size']}")
 
 
 def shapes_of(manifest: Manifest) -> dict[str, TensorFacts]:
@@ -256,7 +256,7 @@ def pieces_of(manifest: Manifest) -> dict[str, list[StoredPiece]]:
     return {key: sorted(pieces, key=lambda piece: (piece.lo, piece.hi)) for key, pieces in found.items()}
 
 
-def uncovered(files: Mapping[str, FileFacts], whole: Mapping[str, Sequence[int]]) -> str | None:
+def find_uncovered(files: Mapping[str, FileFacts], whole: Mapping[str, Sequence[int]]) -> str | None:
     """Return which tensor is not exactly covered by its pieces, and how, or None if all are.
 
     A tensor of a file that has an offset must be in `whole`. One that has none must be in one file only.
@@ -271,7 +271,7 @@ def uncovered(files: Mapping[str, FileFacts], whole: Mapping[str, Sequence[int]]
         if key not in seen:
             return f"{key!r} is in no file"
     for key, pieces in seen.items():
-        problem = _gap(key, sorted(pieces), whole.get(key))
+        problem = _find_gap(key, sorted(pieces), whole.get(key))
         if problem is not None:
             return problem
     return None
@@ -287,7 +287,7 @@ class _Held(NamedTuple):
     dtype: str
 
 
-def _gap(key: str, pieces: list[_Held], shape: Sequence[int] | None) -> str | None:
+def _find_gap(key: str, pieces: list[_Held], shape: Sequence[int] | None) -> str | None:
     """Return how the pieces of one tensor, in order, fail to cover it, or None if they cover it."""
     if shape is None:
         if any(piece.cut for piece in pieces):

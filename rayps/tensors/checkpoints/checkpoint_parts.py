@@ -5,7 +5,7 @@ pieces, elements lo to hi of a flat tensor. When all have written, one process c
 it checks them, and writes the manifest last. Until then there is no checkpoint. `rayps.tensors.checkpoints.checkpoint`
 reads the result as a whole state, and `read_pieces` reads the elements that a process needs, under any other cut.
 
-An attempt has a token, which the process that seals chooses (`new_token`). The files of two attempts never mix.
+An attempt has a token, which the process that seals chooses (`make_token`). The files of two attempts never mix.
 
 Each file's SHA-256 is in the manifest. `load` compares it. `read_pieces` reads ranges of files, of which no hash is
 known: before it, the processes of a job verify the files together, each its share (`verify_share`).
@@ -37,16 +37,16 @@ from rayps.tensors.checkpoints.checkpoint_manifest import (
     Meta,
     TensorFacts,
     check_size,
-    encoded,
+    describe_tensors,
+    encode_manifest,
+    explain_torn,
+    explain_unread,
+    explain_unwritten,
     files_of,
-    kinds,
+    find_uncovered,
     manifest_of,
     pieces_of,
     shapes_of,
-    torn,
-    uncovered,
-    unread,
-    unwritten,
     verify_file,
 )
 from rayps.tensors.checkpoints.checkpoint_place import CheckpointPlace, LocalFolder, name_of
@@ -80,7 +80,7 @@ class PartFacts:
         return cls(**data)  # type: ignore[arg-type]
 
 
-def new_token() -> str:
+def make_token() -> str:
     """Return the token of a new attempt."""
     return uuid.uuid4().hex
 
@@ -124,9 +124,9 @@ def write_part(
     except (PlaceError, CancelledError):
         raise
     except OSError as error:
-        raise unwritten(error, str(place.at(name_of(step))), stored) from error
+        raise explain_unwritten(error, str(place.at(name_of(step))), stored) from error
     passing("checkpoint: part written, not reported")
-    return PartFacts(stored, plan.size, digest, kinds(tensors), offsets)
+    return PartFacts(stored, plan.size, digest, describe_tensors(tensors), offsets)
 
 
 def _check_part(name: str, tensors: Mapping[str, Tensor], offsets: Mapping[str, int]) -> None:
@@ -173,7 +173,7 @@ def seal(
         if part.file in files:
             raise CheckpointError(f"two parts of the checkpoint {final} have the name {part.file}", path=str(final))
         files[part.file] = {"size": part.size, "sha256": part.sha256, "tensors": part.tensors, "offsets": part.offsets}
-    problem = uncovered(files, whole)
+    problem = find_uncovered(files, whole)
     if problem is not None:
         raise CheckpointError(f"the parts of the checkpoint {final} do not fit together: {problem}", path=str(final))
     manifest: Manifest = {
@@ -191,9 +191,9 @@ def seal(
     try:
         for name, facts in files.items():
             _check_there(draft, name, facts)
-        place.publish(step, token, encoded(manifest))
+        place.publish(step, token, encode_manifest(manifest))
     except OSError as error:
-        raise unwritten(error, str(final)) from error
+        raise explain_unwritten(error, str(final)) from error
     passing("checkpoint: complete, old ones not removed")
     prune(place, step, keep, manifest, drafts_upto=step)
     return final.location
@@ -221,7 +221,7 @@ def discard(place: CheckpointPlace | Location, step: int, token: str) -> None:
 # ---------------------------------------------------------------------------------------------- read
 
 
-def contents(path: Location | CheckpointPlace) -> dict[str, TensorFacts]:
+def read_contents(path: Location | CheckpointPlace) -> dict[str, TensorFacts]:
     """Return the shape and dtype of each whole tensor of a checkpoint, by key. No tensor is read.
 
     Raises:
@@ -315,29 +315,29 @@ class PieceReader:
                 yield _Read(piece.file, key, a - piece.lo, into[a - lo : b - lo])
                 done = b
         if done < hi:
-            raise torn(self._place, f"elements {done} to {hi} of {key!r} are in no file")
+            raise explain_torn(self._place, f"elements {done} to {hi} of {key!r} are in no file")
 
     def _fill(self, name: str, reads: Sequence[_Read]) -> None:
         try:
-            header = self._header(name)
+            header = self._read_header(name)
             targets: list[tuple[int, memoryview]] = []
             for read in reads:
                 stored = header[read.key]
                 if stored.dtype != read.into.dtype:
-                    raise torn(self._place, f"{read.key!r} has another dtype in {name} than in other files")
+                    raise explain_torn(self._place, f"{read.key!r} has another dtype in {name} than in other files")
                 targets.append((stored.lo + read.first * stored.dtype.itemsize, tensor_file.bytes_of(read.into)))
             targets.sort(key=lambda target: target[0])
             tensor_file.fill_all(self._place, name, targets, len)
         except (OSError, EOFError, tensor_file.TensorFileError) as error:
-            raise unread(self._place, name, error) from error
+            raise explain_unread(self._place, name, error) from error
 
-    def _header(self, name: str) -> dict[str, StoredRange]:
+    def _read_header(self, name: str) -> dict[str, StoredRange]:
         if name not in self._headers:
             facts = self._manifest["files"][name]
             check_size(self._place, name, facts)
             header = header_of(self._place, name)
-            if kinds(header) != facts["tensors"]:
-                raise torn(self._place, f"{name} does not contain the tensors that the manifest names")
+            if describe_tensors(header) != facts["tensors"]:
+                raise explain_torn(self._place, f"{name} does not contain the tensors that the manifest names")
             self._headers[name] = header
         return self._headers[name]
 

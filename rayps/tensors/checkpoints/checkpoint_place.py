@@ -372,13 +372,13 @@ class ObjectStore(CheckpointPlace):
 
     def read(self, name: str) -> bytes:
         """Return an object's bytes."""
-        files, path = self._files()
+        files, path = self._open_files()
         found: bytes = self._ask(f"read {name}", partial(files.cat_file, f"{path}/{name}"))
         return found
 
     def fill(self, name: str, offset: int, into: memoryview) -> None:
         """Read bytes from `offset` of an object on into `into`; raise EOFError if the object ends before."""
-        files, path = self._files()
+        files, path = self._open_files()
         for at in range(0, len(into), BLOCK):
             block = into[at : at + BLOCK]
             first = offset + at
@@ -391,20 +391,20 @@ class ObjectStore(CheckpointPlace):
 
     def size(self, name: str) -> int:
         """Return an object's size in bytes."""
-        files, path = self._files()
+        files, path = self._open_files()
         files.invalidate_cache()
         return int(self._ask(f"read the size of {name}", partial(files.info, f"{path}/{name}"))["size"])
 
     @contextlib.contextmanager
     def writer(self, name: str, size: int) -> Iterator[Sink]:
         """Write a new object, in one request or as a multipart upload, which is aborted if the block raises."""
-        files, path = self._files()
+        files, path = self._open_files()
         doing, block = f"write {name}", max(BLOCK, -(-size // _MOST_BLOCKS))
         self._make_folder(files, f"{path}/{name}".rpartition("/")[0])
         try:
             file: _File = self._ask(doing, partial(files.open, f"{path}/{name}", "wb", block_size=block))
         except FileNotFoundError as error:
-            raise self._failed(doing, error) from error
+            raise self._explain_failure(doing, error) from error
         try:
             yield _Remote(lambda data: self._put(doing, partial(file.write, data)))
             self._put(doing, file.close)
@@ -421,7 +421,7 @@ class ObjectStore(CheckpointPlace):
         try:
             self._ask(doing, request)
         except FileNotFoundError as error:  # the bucket is missing
-            raise self._failed(doing, error) from error
+            raise self._explain_failure(doing, error) from error
 
     def _abort(self, file: _File, files: Any, path: str) -> None:
         """Abort an upload, and remove what other file systems have written. `unfinished` lists what remains."""
@@ -440,16 +440,16 @@ class ObjectStore(CheckpointPlace):
 
     def is_there(self) -> bool:
         """Return whether there is any object below the prefix."""
-        return bool(self._objects())
+        return bool(self._list_objects())
 
     def steps(self) -> list[int]:
         """Return the steps of the prefixes that have a manifest, in descending order."""
-        found = {parts[0] for parts in self._objects() if len(parts) == 2 and parts[1] == MANIFEST}
+        found = {parts[0] for parts in self._list_objects() if len(parts) == 2 and parts[1] == MANIFEST}
         return sorted((step for name in found if (step := step_of(name)) is not None), reverse=True)
 
-    def _objects(self) -> list[tuple[str, ...]]:
+    def _list_objects(self) -> list[tuple[str, ...]]:
         """Return the components of the name of each object below this prefix."""
-        files, path = self._files()
+        files, path = self._open_files()
         files.invalidate_cache()
         try:
             found: list[str] = self._ask("list checkpoints", partial(files.find, path))
@@ -470,7 +470,7 @@ class ObjectStore(CheckpointPlace):
     def publish(self, step: int, token: str, manifest: bytes) -> None:
         """Put the manifest, in one request. The objects of an earlier checkpoint of this step are left."""
         place = self.at(name_of(step))
-        files, path = place._files()
+        files, path = place._open_files()
         place._make_folder(files, path)
         place._put(f"write {MANIFEST}", partial(files.pipe_file, f"{path}/{MANIFEST}", manifest))
 
@@ -479,18 +479,18 @@ class ObjectStore(CheckpointPlace):
         with contextlib.suppress(PlaceError, FileNotFoundError):
             mark = f"-{token}."
             quick = ObjectStore(self.url, min(self.seconds, _ABORT_SECONDS))  # the place may have just failed
-            quick._remove([p for p in quick._objects() if p[0] == name_of(step) and mark in p[-1]])
+            quick._remove([p for p in quick._list_objects() if p[0] == name_of(step) and mark in p[-1]])
 
     def delete(self, step: int) -> None:
         """Remove the manifest of a checkpoint, and then its other objects."""
         name = name_of(step)
         self._remove([(name, MANIFEST)])
         passing("checkpoint: old manifest removed, files not")
-        self._remove([parts for parts in self._objects() if parts[0] == name and parts[1:] != (MANIFEST,)])
+        self._remove([parts for parts in self._list_objects() if parts[0] == name and parts[1:] != (MANIFEST,)])
 
     def delete_drafts(self, upto: int | None = None, complete: tuple[int, Collection[str]] | None = None) -> None:
         """Remove the objects of steps up to `upto` that belong to no complete checkpoint."""
-        found = self._objects()
+        found = self._list_objects()
         sealed = {parts[0] for parts in found if len(parts) == 2 and parts[1] == MANIFEST}
         gone = []
         for parts in found:
@@ -505,7 +505,7 @@ class ObjectStore(CheckpointPlace):
         self._remove(gone)
 
     def _remove(self, names: list[tuple[str, ...]]) -> None:
-        files, path = self._files()
+        files, path = self._open_files()
         for parts in names:
             with contextlib.suppress(FileNotFoundError):
                 self._ask(f"remove {'/'.join(parts)}", partial(files.rm_file, "/".join((path, *parts))))
@@ -513,15 +513,15 @@ class ObjectStore(CheckpointPlace):
     def probe(self) -> None:
         """Write and remove a small object, so that a place that refuses writes is known before any training."""
         name = f"probe-{uuid.uuid4().hex}"
-        files, path = self._files()
+        files, path = self._open_files()
         self._make_folder(files, path)
         self._put("write", partial(files.pipe_file, f"{path}/{name}", b"rayps"))
         self._put("remove objects", partial(files.rm_file, f"{path}/{name}"))
 
     def copy(self, name: str, target: ObjectStore, new: str) -> None:
         """Copy the object `name` to the object `new` of `target`, within the store."""
-        files, path = self._files()
-        _, other = target._files()
+        files, path = self._open_files()
+        _, other = target._open_files()
         self._make_folder(files, f"{other}/{new}".rpartition("/")[0])
         self._put(f"copy {name} to {target}", partial(files.cp_file, f"{path}/{name}", f"{other}/{new}"))
 
@@ -529,7 +529,7 @@ class ObjectStore(CheckpointPlace):
 
     def uploads(self) -> list[CutUpload]:
         """Return the multipart uploads below this prefix that were begun and not completed. It is [] outside of S3."""
-        files, path = self._files()
+        files, path = self._open_files()
         if not _is_s3(self.url):
             return []
         bucket, key, _ = files.split_path(path)
@@ -540,7 +540,7 @@ class ObjectStore(CheckpointPlace):
             try:
                 answer = self._ask("list unfinished uploads", call)
             except FileNotFoundError as error:
-                raise self._failed("list unfinished uploads", error) from error
+                raise self._explain_failure("list unfinished uploads", error) from error
             for each in answer.get("Uploads", []):
                 if each["Key"].startswith(f"{key}/"):
                     found.append(CutUpload(f"s3://{bucket}/{each['Key']}", each["UploadId"], each["Initiated"]))
@@ -550,13 +550,13 @@ class ObjectStore(CheckpointPlace):
 
     def abort(self, upload: CutUpload) -> None:
         """Abort a multipart upload; its parts are removed. Do nothing if it has ended by now."""
-        files, _ = self._files()
+        files, _ = self._open_files()
         bucket, key, _ = files.split_path(upload.url)
         call = partial(files.call_s3, "abort_multipart_upload", Bucket=bucket, Key=key, UploadId=upload.id)
         with contextlib.suppress(FileNotFoundError):
             self._ask(f"abort the upload of {upload.url}", call)
 
-    def _files(self) -> tuple[Any, str]:
+    def _open_files(self) -> tuple[Any, str]:
         """Return the file system of fsspec (untyped there), and this place's path in it."""
         options: dict[str, Any] = {"use_listings_cache": False} if _is_s3(self.url) else {}
         try:
@@ -594,11 +594,11 @@ class ObjectStore(CheckpointPlace):
             return answer.value
         if isinstance(answer.error, FileNotFoundError) or not isinstance(answer.error, Exception):
             raise answer.error
-        raise self._failed(doing, answer.error) from answer.error
+        raise self._explain_failure(doing, answer.error) from answer.error
 
-    def _failed(self, doing: str, error: Exception) -> PlaceError:
+    def _explain_failure(self, doing: str, error: Exception) -> PlaceError:
         """Return the error of a request that failed, with the way out."""
-        kinds = {kind.__name__ for each in _causes(error) for kind in type(each).__mro__}
+        kinds = {kind.__name__ for each in _yield_causes(error) for kind in type(each).__mro__}
         if isinstance(error, FileNotFoundError):
             way = "the bucket or folder is not there: create it, or correct the URL"
         elif isinstance(error, PermissionError) or kinds & _CREDENTIALS:
@@ -626,7 +626,7 @@ def _set_closed(file: _File) -> None:
         file.closed = True
 
 
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
+def _yield_causes(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__cause__

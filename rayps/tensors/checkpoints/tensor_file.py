@@ -143,10 +143,10 @@ def header_of(place: CheckpointPlace, name: str) -> dict[str, StoredRange]:
         TensorFileError: the file is not one of safetensors.
         EOFError, OSError, PlaceError: the file cannot be read.
     """
-    return _parsed(_header_bytes(place, name), place.size(name), name)
+    return _parse(_read_header_bytes(place, name), place.size(name), name)
 
 
-def _header_bytes(place: CheckpointPlace, name: str) -> bytes:
+def _read_header_bytes(place: CheckpointPlace, name: str) -> bytes:
     """Return the length and the header of a file."""
     start = bytearray(_LENGTH)
     place.fill(name, 0, memoryview(start))
@@ -158,7 +158,7 @@ def _header_bytes(place: CheckpointPlace, name: str) -> bytes:
     return bytes(start + text)
 
 
-def _parsed(header: bytes, size: int, name: str) -> dict[str, StoredRange]:
+def _parse(header: bytes, size: int, name: str) -> dict[str, StoredRange]:
     found: dict[str, StoredRange] = {}
     begin = len(header)
     try:
@@ -240,8 +240,8 @@ def read_all(
         TensorFileError: the file is not one of safetensors.
         EOFError, OSError, PlaceError: the file cannot be read.
     """
-    header = _header_bytes(place, name)
-    found = _parsed(header, place.size(name), name)
+    header = _read_header_bytes(place, name)
+    found = _parse(header, place.size(name), name)
     digest = hashlib.sha256(header)
     targets = ((stored.lo, bytes_of(target(key, stored))) for key, stored in found.items())
     fill_all(place, name, targets, digest.update)

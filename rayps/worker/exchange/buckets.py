@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from rayps.comm.ring import Ring
-from rayps.comm.ring.bucketed_mean import SentBuckets, pieces, scattered_pieces
+from rayps.comm.ring.bucketed_mean import SentBuckets, bucket_mean, scatter_mean
 from rayps.comm.ring.choose_algorithm import speed_of
 from rayps.comm.ring.owned_slices import OwnedSlices
 from rayps.core.job.records import Event
 from rayps.core.strategy.topology import AUTO_BUCKET_MB
 from rayps.tensors.finite import is_finite
-from rayps.tensors.flat import FlatModel, Gradient, Layout, dense
+from rayps.tensors.flat import FlatModel, Gradient, Layout, make_dense
 from rayps.worker.exchange.arrivals import GradientArrivals, watch
 from rayps.worker.exchange.step_flags import COUNT, StepFlags, with_flags
 
@@ -48,13 +48,13 @@ class Buckets:
     ) -> None:
         """Prepare buckets of `bucket_mb` times 10^6 bytes. `flags` are exchanged by `finish`.
 
-        If `bucket_mb` is 0, there is one bucket, which is sent after backward. If it is None, `chosen` decides.
+        If `bucket_mb` is 0, there is one bucket, which is sent after backward. If it is None, `choose_size` decides.
         `hooked`: gradients are taken when autograd has computed them; if False, the caller calls `take`. `slices`: the
         elements of which this rank needs the mean, in buckets of the same size; None means all elements.
         """
         self._flat, self._ring = flat, ring
         self._flags = StepFlags() if flags is None else flags
-        size, self._why = (bucket_mb, "as bucket_mb says") if bucket_mb is not None else chosen(flat, ring)
+        size, self._why = (bucket_mb, "as bucket_mb says") if bucket_mb is not None else choose_size(flat, ring)
         if slices is not None:
             self._why = "each bucket is sent to the owners of its slices"
         if size and flat.packed.device.type != "cpu" and len(ring.choices.get("hosts", ())) < 2:
@@ -64,9 +64,9 @@ class Buckets:
         entries, vector = flat.layout.entries, flat.packed[:-1]
         marks = len(entries) + 1 + COUNT
         if slices is None:
-            self._pieces = pieces(ring, vector, spans(flat.layout, self._buckets), marks)
+            self._pieces = bucket_mean(ring, vector, find_spans(flat.layout, self._buckets), marks)
         else:
-            self._pieces = scattered_pieces(ring, vector, slices, marks)
+            self._pieces = scatter_mean(ring, vector, slices, marks)
         self._active, self._adds, self._samples, self._factor = False, False, 0.0, 1.0
         self._arrivals = GradientArrivals(len(entries), self._buckets)
         # a gradient that is not finite: its rank (-1 if only the sum over ranks is not finite), its parameter's name
@@ -151,7 +151,7 @@ class Buckets:
         """Take a part of the gradient of parameter `i` from `.grad`. Autograd calls this as a hook."""
         if not self._active or p.grad is None:
             return
-        grad, p.grad = dense(p.grad), None
+        grad, p.grad = make_dense(p.grad), None
         if self._factor != 1:
             grad = grad.mul_(self._factor)
         arrivals = self._arrivals
@@ -205,7 +205,7 @@ class Buckets:
         self._ordered = True
 
 
-def chosen(flat: FlatModel, ring: Ring) -> tuple[float, str]:
+def choose_size(flat: FlatModel, ring: Ring) -> tuple[float, str]:
     """Return the size of buckets in 10^6 bytes, and the reason. The size 0 means one bucket, sent after backward."""
     if "hosts" not in ring.choices:
         return 0.0, "a torch process group sums the gradients"
@@ -214,7 +214,7 @@ def chosen(flat: FlatModel, ring: Ring) -> tuple[float, str]:
         if speed is None:
             return AUTO_BUCKET_MB, "the transfer between hosts takes longer than starting a thread to send"
         seconds, rate = speed
-        size = best_size(flat.layout.size * flat.layout.dtype.itemsize, seconds, rate) / 1e6
+        size = find_best_size(flat.layout.size * flat.layout.dtype.itemsize, seconds, rate) / 1e6
         why = f"between hosts a bucket costs {1000 * seconds:.2g} ms, and {rate / 1e6:.3g} MB are sent in a second"
         return size, f"{why}, so buckets of {size:.2g} MB are the best"
     if flat.packed.device.type == "cpu":
@@ -222,13 +222,13 @@ def chosen(flat: FlatModel, ring: Ring) -> tuple[float, str]:
     return 0.0, _ON_DEVICE
 
 
-def spans(layout: Layout, buckets: Sequence[Sequence[int]]) -> list[slice]:
+def find_spans(layout: Layout, buckets: Sequence[Sequence[int]]) -> list[slice]:
     """Return the range of the vector of each bucket, for the indices of each bucket's parameters."""
     entries = layout.entries
     return [slice(entries[members[-1]].lo, entries[members[0]].hi) for members in buckets]
 
 
-def best_size(size: int, seconds: float, rate: float) -> float:
+def find_best_size(size: int, seconds: float, rate: float) -> float:
     """Return the bytes of a bucket for which the least of the transfer of `size` bytes follows backward.
 
     A bucket costs `seconds` beside its bytes, of which `rate` are sent in a second. With buckets of s bytes, that is

@@ -17,7 +17,7 @@ from rayps_client.errors import WorkloadError
 from torch import Tensor
 
 from rayps.ps.client.device_server import DeviceServer
-from rayps.tensors.flat import FlatModel, Layout, dense
+from rayps.tensors.flat import FlatModel, Layout, make_dense
 from rayps.worker.exchange.arrivals import GradientArrivals, watch
 
 
@@ -94,7 +94,7 @@ class EarlyPush:
         self._collected.add(i)
         view = self._flat.views[i]
         with torch.no_grad():
-            grad = dense(p.grad)
+            grad = make_dense(p.grad)
             view.copy_(grad if self._factor == 1 else grad.mul_(self._factor))
         p.grad = view
         for segment in complete:

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from rayps.comm.ring import Ring
-from rayps.comm.ring.bucket_scatter import bucket_scatter
+from rayps.comm.ring.bucket_scatter import make_bucket_scatter
 from rayps.comm.ring.owned_slices import OwnedSlices
 from rayps.tensors.finite import is_finite
-from rayps.tensors.flat import FlatModel, dense
+from rayps.tensors.flat import FlatModel, make_dense
 from rayps.worker.exchange.arrivals import GradientArrivals, watch
 from rayps.worker.exchange.step_flags import COUNT, StepFlags, with_flags
 
@@ -47,7 +47,7 @@ class ScatteredGradients:
         """
         self._flat, self._ring, self._slices, self._flags = flat, ring, slices, flags
         self._buckets = [list(members) for members in buckets]
-        self._scatter = bucket_scatter(ring, slices, flat.layout.dtype, several=several)
+        self._scatter = make_bucket_scatter(ring, slices, flat.layout.dtype, several=several)
         self._factor, self._weight, self._all = 1.0, 0.0, 0.0  # of this micro-batch; the weight of the step so far
         count = len(flat.layout.entries)
         self._used = [False] * count  # whether this rank has computed a gradient of a parameter in this step
@@ -102,7 +102,7 @@ class ScatteredGradients:
         self._flags.receive(marks[-COUNT:])
         *used, late = marks[:-COUNT].tolist()
         if late:
-            mean = mean.clone().add_(self._late_mean())  # the scatter reuses its memory
+            mean = mean.clone().add_(self._average_late())  # the scatter reuses its memory
         return mean, [i for i, each in enumerate(used) if not each]
 
     def _add_gradient(self, i: int, p: Tensor) -> None:
@@ -113,15 +113,15 @@ class ScatteredGradients:
         late = self._arrivals.is_late(i)
         self._arrivals.count(i)
         if late:
-            part, p.grad = self._taken(i, p).mul_(self._weight), None
+            part, p.grad = self._take(i, p).mul_(self._weight), None
             self._arrivals.add_late(i, part)
             return
         while self._next < len(self._buckets) and not self._arrivals.waits(self._next):
             self._send_bucket()
 
-    def _taken(self, i: int, p: Tensor) -> Tensor:
+    def _take(self, i: int, p: Tensor) -> Tensor:
         assert p.grad is not None, "the caller has checked it"
-        grad = dense(p.grad)
+        grad = make_dense(p.grad)
         if self.fault is None and not is_finite(grad):
             self.fault = self._flat.layout.entries[i].name
         return grad if self._factor == 1 else grad.mul_(self._factor)
@@ -137,13 +137,13 @@ class ScatteredGradients:
                 entry, p = self._flat.layout.entries[i], self._flat.parameters[i]
                 into = memory[entry.lo - start : entry.hi - start].view(entry.shape)
                 if self._arrivals.parts[i] and p.grad is not None:
-                    into.copy_(self._taken(i, p))
+                    into.copy_(self._take(i, p))
                     p.grad = None
                 else:
                     into.zero_()
         self._scatter.send(bucket)
 
-    def _late_mean(self) -> Tensor:
+    def _average_late(self) -> Tensor:
         """Return this rank's slice of the mean of the parts that arrived late, of this rank or of others."""
         self._scatter.begin_step()
         self._scatter.begin(self._all)

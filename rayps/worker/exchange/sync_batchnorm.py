@@ -98,7 +98,7 @@ class _Normalize(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float, sync: BatchNormSync
     ) -> tuple[Tensor, Tensor, Tensor, float]:
-        flat = _channels_first(x).to(_wide(x))  # [channels, elements]
+        flat = _put_channels_first(x).to(_widen(x))  # [channels, elements]
         counts = flat.shape[1] > 0 and sync.rows > 0
         mine = flat.new_zeros(2 * len(flat) + 1)  # on the layer's device, to which the ring returns the sums
         if counts:
@@ -123,7 +123,7 @@ class _Normalize(torch.autograd.Function):
         dy = grads[0]
         normal, weight, scale = ctx.saved_tensors
         shape = [1, -1, *[1] * (dy.dim() - 2)]
-        flat, hat = _channels_first(dy).to(_wide(dy)), _channels_first(normal).to(_wide(dy))
+        flat, hat = _put_channels_first(dy).to(_widen(dy)), _put_channels_first(normal).to(_widen(dy))
         own = torch.stack([flat.sum(1), (flat * hat).sum(1)])  # [2, channels]
         total = ctx.sync.ring.sum(own * ctx.rows if ctx.rows else torch.zeros_like(own))
         if not ctx.rows:
@@ -148,10 +148,10 @@ def synchronize(model: nn.Module, ring: SumRing) -> BatchNormSync | None:
     return sync if made else None
 
 
-def _channels_first(x: Tensor) -> Tensor:
+def _put_channels_first(x: Tensor) -> Tensor:
     return x.transpose(0, 1).reshape(x.shape[1], -1)
 
 
-def _wide(x: Tensor) -> torch.dtype:
+def _widen(x: Tensor) -> torch.dtype:
     """Return the dtype in which sums are computed: float32 at least."""
     return torch.promote_types(x.dtype, torch.float32)

@@ -20,7 +20,7 @@ from rayps.worker.core import VectorMemory, Worker
 from rayps.worker.exchange.step_flags import StepFlags
 from rayps.worker.loops.loop import Loop
 from rayps.worker.plan import WorkerPart, WorkerPlan
-from rayps.worker.ring_worker import RingWorker, gradient_memory, of_first_rank
+from rayps.worker.ring_worker import RingWorker, find_gradient_memory, of_first_rank
 from rayps.workload.base import Workload
 
 
@@ -30,7 +30,7 @@ class LocalWorker(RingWorker):
     def __init__(self, workload: Workload, plan: WorkerPlan, peers: WorkerConnections, device: str = "cpu") -> None:
         """Build the worker, with gradients in memory of the ring. See `Worker`."""
         assert peers.ring is not None, "workers average over a ring"
-        super().__init__(workload, plan, peers, device, vectors=VectorMemory(gradient_memory(peers.ring, device)))
+        super().__init__(workload, plan, peers, device, vectors=VectorMemory(find_gradient_memory(peers.ring, device)))
 
     def of_first_rank(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return rank 0's tensors: see `Worker.of_first_rank`."""
@@ -60,7 +60,7 @@ class LocalUpdates(Loop):
             self.w.exchange_flags()
         return flags.fresh
 
-    def _flags(self) -> StepFlags:
+    def _read_flags(self) -> StepFlags:
         return self.w.flags
 
     def finish(self) -> None:
@@ -82,10 +82,10 @@ class LocalUpdates(Loop):
         """
         w = self.w
         if weight_average.PARAMS not in w.memory:
-            w.memory |= {name: value.clone() for name, value in weight_average.only(w.shared).items()}
+            w.memory |= {name: value.clone() for name, value in weight_average.select_average(w.shared).items()}
         return w.memory
 
-    def _job_average(self, own: Tensor) -> Tensor:
+    def _average_over_job(self, own: Tensor) -> Tensor:
         """Return the mean of the workers' averages, which is the average of the mean of their parameters."""
         return self.w.mean(own, exact=True)
 
@@ -94,12 +94,14 @@ class LocalUpdates(Loop):
         w = self.w
         assert w.local is not None, "each worker has an optimizer"
         w.means.settle()
-        memory = {name: _tensor(value) for name, value in w.memory.items() if isinstance(value, (Tensor, int, float))}
+        memory = {
+            name: _copy_tensor(value) for name, value in w.memory.items() if isinstance(value, (Tensor, int, float))
+        }
         memory |= w.means.feedback() | w.scaling.state()
         own = TrainingState(w.flat.vector.cpu().clone(), w.local.moments(), self.buffers(), memory)
         agreed = self.consensus() if together else None
         common = (own.params if agreed is None else agreed) if together else None
-        return self._part(common, own.moments, own)
+        return self._make_part(common, own.moments, own)
 
     def _load(self, state: Snapshot | TrainingState) -> None:
         """Restore this worker's own part of a snapshot, or the consensus if the snapshot has no such part."""
@@ -112,5 +114,5 @@ class LocalUpdates(Loop):
             self.w.means.restore(self.w.memory)
 
 
-def _tensor(value: Tensor | float) -> Tensor:
+def _copy_tensor(value: Tensor | float) -> Tensor:
     return value.cpu().clone() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)

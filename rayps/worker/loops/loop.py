@@ -17,14 +17,14 @@ from torch import Tensor
 
 from rayps.core.job.records import Point
 from rayps.core.metrics import Totals
-from rayps.core.rows.rank_seed import rank_seed, seed_after
+from rayps.core.rows.rank_seed import derive_rank_seed, derive_seed_after
 from rayps.tensors import optim, weight_average
-from rayps.tensors.learning_rate import rates_in
+from rayps.tensors.learning_rate import read_rates
 from rayps.tensors.random_state import seed_torch
 from rayps.tensors.snapshot import Snapshot
 from rayps.tensors.training_state import TrainingState
 from rayps.worker.connections import WorkerConnections
-from rayps.worker.core import Worker, evaluated
+from rayps.worker.core import Worker, evaluate_share
 from rayps.worker.exchange.step_flags import StepFlags
 from rayps.worker.handover import HeldState
 from rayps.worker.plan import WorkerPart, WorkerPlan
@@ -85,7 +85,7 @@ class Loop:
     def begin_round(self) -> None:
         """Prepare the flags of the next round."""
         if self.w.batches.agrees:
-            self._flags().begin()
+            self._read_flags().begin()
 
     def run_round(self) -> None:
         """Run one round: set the learning rates by the schedule, then call the strategy's `round`.
@@ -123,7 +123,7 @@ class Loop:
             w.members.end_round()
         if w.privacy is not None:
             self._end_by_budget(w.privacy)
-        if not (w.batches.agrees and self.agree() and w.batches.is_over(self._flags())):
+        if not (w.batches.agrees and self.agree() and w.batches.is_over(self._read_flags())):
             return
         epoch = w.batches.end_epoch()
         last = w.plan.last_epoch
@@ -174,13 +174,13 @@ class Loop:
     def step_facts(self) -> dict[str, float]:
         """Return the learning rates of the last round's step, and what is known of the norm of its gradient.
 
-        See `rates_in` and `NormClip.take`. The rows of sparse tables have gradients of their own, so that the norm of
+        See `read_rates` and `NormClip.take`. The rows of sparse tables have gradients of their own, so that the norm of
         the whole gradient is not known.
         """
         norm = self.w.clip.take()
-        return rates_in(self._groups()) | (norm if self.w.tables is None else {})
+        return read_rates(self._read_groups()) | (norm if self.w.tables is None else {})
 
-    def _groups(self) -> Sequence[optim.Group]:
+    def _read_groups(self) -> Sequence[optim.Group]:
         """Return the groups of the optimizer that takes the steps, with the values of the last round."""
         return () if self.w.optimizer is None else self.w.optimizer.param_groups
 
@@ -234,7 +234,7 @@ class Loop:
         """
         if vector is not None:
             self.w.params = vector
-        return evaluated(self.w)
+        return evaluate_share(self.w)
 
     # ---- the average of the weights
 
@@ -242,7 +242,7 @@ class Loop:
         """Update the workload's average, if it has one, by this worker's parameters after the round."""
         average = self.w.workload.average
         if average is not None:
-            buffers, steps = self._buffers_of_params(), self._steps_of_params()
+            buffers, steps = self._read_buffers_of_params(), self._count_steps_of_params()
             weight_average.update(average, self._average_state(), self.w.params, buffers, steps)
 
     def evaluated_state(self) -> tuple[Tensor | None, dict[str, Tensor]]:
@@ -252,35 +252,35 @@ class Loop:
         buffers of rank 0, which are also saved; other workers have their own. Buffers that the worker has anyway are
         left out. This is a collective: all workers call it in the same round. Raises LinkError if a connection fails.
         """
-        params, buffers = self.evaluation_params(), self._module_buffers()
+        params, buffers = self.evaluation_params(), self._read_module_buffers()
         vector, average = self.w.params if params is None else params, self.w.workload.average
-        found = weight_average.averaged(average, self._average_state(), vector, buffers, self._steps())
+        found = weight_average.read_average(average, self._average_state(), vector, buffers, self._count_steps())
         if found is not None:
-            params, buffers = self._job_average(found[0]), buffers | found[1]
+            params, buffers = self._average_over_job(found[0]), buffers | found[1]
         return params, self.w.of_first_rank(buffers) if self.w.size > 1 else {} if found is None else found[1]
 
     def _average_state(self) -> dict[str, Any]:
         """Return the dict that has the state of the average: `shared`, because parameters are equal on all workers."""
         return self.w.shared
 
-    def _module_buffers(self) -> dict[str, Tensor]:
+    def _read_module_buffers(self) -> dict[str, Tensor]:
         """Return the buffers of the worker's part of the model, by name, without a copy."""
         held = self.w.part.beside
         return {name: value for name, value in self.w.part.module.named_buffers() if name in held}
 
-    def _buffers_of_params(self) -> dict[str, Tensor]:
+    def _read_buffers_of_params(self) -> dict[str, Tensor]:
         """Return the buffers after the steps that led to the worker's parameters after a round."""
-        return self._module_buffers()
+        return self._read_module_buffers()
 
-    def _steps_of_params(self) -> int:
+    def _count_steps_of_params(self) -> int:
         """Return the number of steps that led to the worker's parameters after a round."""
-        return self._steps()
+        return self._count_steps()
 
-    def _steps(self) -> int:
+    def _count_steps(self) -> int:
         """Return the number of rounds without those that all workers skipped."""
         return self.w.position - self.w.scaling.skipped_by_all
 
-    def _job_average(self, own: Tensor) -> Tensor:
+    def _average_over_job(self, own: Tensor) -> Tensor:
         """Return the job's average; `own` is this worker's."""
         return own
 
@@ -293,7 +293,7 @@ class Loop:
         LinkError if a connection fails.
         """
         found = self.consensus() if together else None
-        return self._part(self.w.flat.vector if found is None else found)
+        return self._make_part(self.w.flat.vector if found is None else found)
 
     def load_state_dict(self, snapshot: Snapshot) -> None:
         """Restore a snapshot: parameters, optimizer state, buffers and this rank's random state.
@@ -309,26 +309,26 @@ class Loop:
         w.scaling.take(shared)
         self.load_buffers({name: value for name, value in snapshot.buffers.items() if name in snapshot.frozen})
         self._load(snapshot)
-        self._loaded = {name: p._version for name, p in self._frozen().items()}
+        self._loaded = {name: p._version for name, p in self._read_frozen().items()}
         w.shared = {name: value.clone().to(w.device) for name, value in shared.items()}
         if w.members is not None:
             w.members.restore(snapshot, w.shared)
         average = w.workload.average
         if average is not None and weight_average.STEPS in w.shared:  # servers have stepped after the last pull
             steps = snapshot.clock - w.scaling.skipped_by_all
-            weight_average.update(average, w.shared, snapshot.params.to(w.device), self._module_buffers(), steps)
+            weight_average.update(average, w.shared, snapshot.params.to(w.device), self._read_module_buffers(), steps)
         if w.plan.elastic is not None or w.plan.private is not None:
             self.seed_after(w.plan.start)
         elif w.plan.rank in snapshot.rng:
             torch.set_rng_state(snapshot.rng[w.plan.rank])
         else:  # the workers of a tensor group, which share each layer, draw the same random numbers
-            torch.manual_seed(rank_seed(w.plan.seed, w.plan.rank - w.plan.place.tensor))
+            torch.manual_seed(derive_rank_seed(w.plan.seed, w.plan.rank - w.plan.place.tensor))
 
     def seed_after(self, round: int) -> None:
         """Set torch's random state to one that follows from the seed, the rank and `round`, and from nothing else."""
-        seed_torch(seed_after(self.w.plan.seed, self.w.plan.rank, round))
+        seed_torch(derive_seed_after(self.w.plan.seed, self.w.plan.rank, round))
 
-    def _random_state(self) -> Tensor | None:
+    def _read_random_state(self) -> Tensor | None:
         """Return what a checkpoint has of torch's random state. A private job saves none: its draws are secret."""
         return None if self.w.plan.private is not None else torch.get_rng_state()
 
@@ -337,24 +337,24 @@ class Loop:
 
         It includes the parameters that need no gradient and that were changed since the state was loaded.
         """
-        unchanged = {name for name, p in self._frozen().items() if self._loaded.get(name) == p._version}
+        unchanged = {name for name, p in self._read_frozen().items() if self._loaded.get(name) == p._version}
         beside = self.w.part.beside.items()
         return {name: value.detach().cpu().clone() for name, value in beside if name not in unchanged}
 
     def frozen_values(self) -> dict[str, Tensor]:
         """Return the parameters that need no gradient, without a copy. Return {} if one of them was changed."""
-        found = self._frozen()
+        found = self._read_frozen()
         same = all(self._loaded.get(name) == p._version for name, p in found.items())
         return {name: p.detach() for name, p in found.items()} if same else {}
 
-    def _frozen(self) -> dict[str, Tensor]:
+    def _read_frozen(self) -> dict[str, Tensor]:
         """Return the model's parameters that need no gradient, by name."""
         beside = self.w.part.beside
         return {name: p for name, p in self.w.part.module.named_parameters() if name in beside}
 
     def exchange_buffers(self, buffers: dict[str, Tensor]) -> dict[str, Tensor]:
         """Copy named buffers into the model, and return copies of those that they replace."""
-        replaced = {name: value.clone() for name, value in self._module_buffers().items() if name in buffers}
+        replaced = {name: value.clone() for name, value in self._read_module_buffers().items() if name in buffers}
         self.load_buffers(buffers)
         return replaced
 
@@ -367,7 +367,7 @@ class Loop:
 
     # ---- for subclasses
 
-    def _flags(self) -> StepFlags:
+    def _read_flags(self) -> StepFlags:
         """Return the flags that `agree` has exchanged.
 
         Raises ConfigError if this loop's workers exchange none.
@@ -384,7 +384,7 @@ class Loop:
         """
         return self.w
 
-    def _part(
+    def _make_part(
         self, params: Tensor | None, moments: optim.Moments | None = None, own: TrainingState | None = None
     ) -> WorkerPart:
         """Return this worker's part of a checkpoint.
@@ -400,12 +400,14 @@ class Loop:
         found = w.batches.cursor()
         cursor = None if found is None else found.to_json()
         if w.rank and not w.plan.leased:
-            return WorkerPart(w.position, None, {}, {}, self._random_state(), own, {}, w.done, cursor)
+            return WorkerPart(w.position, None, {}, {}, self._read_random_state(), own, {}, w.done, cursor)
         if moments is None:
             moments = {} if w.local is None else w.local.moments()
         shared = {name: value.cpu().clone() for name, value in w.shared.items()} | w.scaling.state()
         held = None if params is None else params.cpu().clone()
-        return WorkerPart(w.position, held, moments, self.buffers(), self._random_state(), own, shared, w.done, cursor)
+        return WorkerPart(
+            w.position, held, moments, self.buffers(), self._read_random_state(), own, shared, w.done, cursor
+        )
 
     def _load(self, state: Snapshot | TrainingState) -> None:
         """Copy parameters, moments and buffers into the worker."""

@@ -23,7 +23,7 @@ from rayps.tensors.flat import Gradient, square_of
 from rayps.tensors.learning_rate import Ticks, pace_of, recipe_of
 from rayps.tensors.snapshot import Snapshot
 from rayps.tensors.training_state import TrainingState
-from rayps.tensors.weight_watch import change_lost
+from rayps.tensors.weight_watch import explain_change_lost
 from rayps.worker.connections import WorkerConnections
 from rayps.worker.core import VectorMemory, Worker
 from rayps.worker.exchange.agreed_step import agree_on_step
@@ -32,7 +32,7 @@ from rayps.worker.exchange.push_agreement import PushAgreement
 from rayps.worker.loops.loop import Loop
 from rayps.worker.plan import WorkerPart, WorkerPlan
 from rayps.worker.privacy import Privacy
-from rayps.worker.ring_worker import ring_choices
+from rayps.worker.ring_worker import list_ring_choices
 from rayps.worker.tables import bind_tables
 from rayps.workload.accumulate import Ready, StepLoss
 from rayps.workload.base import Workload
@@ -66,7 +66,7 @@ class ServerWorker(Worker):
         self.meter.sources.append(lambda: (view.seconds_waiting, 0.0, view.bytes_moved))
         self.meter.lead = lambda: view.lead
         if plan.division is not None:
-            self.log.choices += ring_choices(plan, peers)
+            self.log.choices += list_ring_choices(plan, peers)
         if place is None:
             server.home = self.flat.vector
         if peers.session is not None:
@@ -118,7 +118,7 @@ class ServerWorker(Worker):
             server.push(self.grad(batch))
             return
         try:
-            gradient = self._settled(self._gradient(batch, early)[0])
+            gradient = self._settle(self._compute_gradient(batch, early)[0])
         except BaseException:
             early.fail()
             raise
@@ -144,7 +144,7 @@ class ServerWorker(Worker):
         The next pull would replace the changed values, because servers hold the parameters.
         """
         who, strategy = f"{method}(model, batch)", self.plan.strategy.name
-        return self.flat.watch.refusing(lambda name: change_lost(who, name, strategy))
+        return self.flat.watch.refusing(lambda name: explain_change_lost(who, name, strategy))
 
     def _backward(self, batch: Batch, ready: Ready | None = None) -> StepLoss:
         with self.refusing_changes("loss"):
@@ -231,7 +231,7 @@ class ServerSteps(Loop):
         self._skipped_before = self.w.scaling.skipped_by_all
         self._set_rates()
         if self.w.workload.average is not None:
-            self._buffers_before = {name: value.clone() for name, value in self._module_buffers().items()}
+            self._buffers_before = {name: value.clone() for name, value in self._read_module_buffers().items()}
         if self.w.tables is not None:
             self.w.tables.begin(self.w.position)
         super().run_round()
@@ -241,8 +241,8 @@ class ServerSteps(Loop):
         if self._rates is not None:
             self._rates.at(self.steps_before_round())
 
-    def _groups(self) -> Sequence[optim.Group]:
-        return super()._groups() if self._rates is None else self._rates.groups
+    def _read_groups(self) -> Sequence[optim.Group]:
+        return super()._read_groups() if self._rates is None else self._rates.groups
 
     def point(self) -> Point:
         """Return the metrics of the last round. See `Loop`."""
@@ -266,12 +266,12 @@ class ServerSteps(Loop):
         if isinstance(self.w.server, DeviceServer):
             self.w.server.close()
 
-    def _steps_of_params(self) -> int:
+    def _count_steps_of_params(self) -> int:
         """Return the number of steps before the last pull: a worker averages the parameters that it pulls."""
         return self.w.position - 1 - self._skipped_before
 
-    def _buffers_of_params(self) -> dict[str, Tensor]:
-        """Return the buffers before the round: see `_steps_of_params`."""
+    def _read_buffers_of_params(self) -> dict[str, Tensor]:
+        """Return the buffers before the round: see `_count_steps_of_params`."""
         return self._buffers_before
 
     def consensus(self) -> Tensor | None:
@@ -299,7 +299,7 @@ class ServerSteps(Loop):
 
     def state_dict(self, *, together: bool) -> WorkerPart:
         """Return the worker's part without parameters and moments, which the servers have. See `Loop`."""
-        return self._part(None, {})
+        return self._make_part(None, {})
 
     def _load(self, state: Snapshot | TrainingState) -> None:
         self.w.params = state.params

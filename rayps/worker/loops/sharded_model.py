@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from rayps.tensors import optim
 from rayps.tensors.finite import is_finite
-from rayps.tensors.flat import Layout, quick_square, refuse_frozen, refuse_thawed, square_of, untrained
+from rayps.tensors.flat import Layout, find_untrained, refuse_frozen, refuse_thawed, square_of, square_quickly
 from rayps.tensors.learning_rate import Ticks, pace_of, recipe_of
 from rayps.tensors.named_parameters import NamedParameters
 from rayps.tensors.optim import EDITS, PER_PARAMETER, Moments
@@ -97,7 +97,7 @@ class ShardedModel:
                 module.to_empty(device="cpu", recurse=False)
         trained = [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
         self.layout = Layout.of(trained)
-        self._untrained = untrained(self.module)
+        self._untrained = find_untrained(self.module)
         self.parameters = NamedParameters((p for _, p in trained), (name for name, _ in trained))
         factory = recipe_of(workload, lr_factor)
         self.optimizer = optim.made(factory, self.parameters)
@@ -117,7 +117,7 @@ class ShardedModel:
 
     def local(self, name: str) -> Tensor:
         """Return this process's shard of a parameter, flat, without a copy."""
-        return _local(self.module.get_parameter(name).detach()).view(-1)
+        return _take_local(self.module.get_parameter(name).detach()).view(-1)
 
     def refuse_read_outside(self, given: object) -> None:
         """Refuse a loss, or a metric, that was computed from shards: a forward pass makes plain tensors of them.
@@ -129,7 +129,7 @@ class ShardedModel:
         parts = [part for value in values for part in (value if isinstance(value, tuple) else (value,))]
         found = [part for part in parts if isinstance(part, DTensor)]
         if found:
-            read = {id(leaf) for value in found for leaf in _leaves(value)}
+            read = {id(leaf) for value in found for leaf in _find_leaves(value)}
             names = [repr(name) for name, p in self.module.named_parameters() if id(p) in read]
             raise WorkloadError(
                 f"loss(model, batch) read {', '.join(names[:4]) or 'a parameter'} outside of its module's forward:\n"
@@ -162,7 +162,7 @@ class ShardedModel:
         process that holds the parameter's first element.
         """
         found = StatePieces()
-        held = optim.moments(self.optimizer, self.layout, self.parameters)
+        held = optim.copy_moments(self.optimizer, self.layout, self.parameters)
         for name, (lo, hi) in self.ranges().items():
             if lo == hi:
                 continue
@@ -190,9 +190,9 @@ class ShardedModel:
         """
         state: Moments = {}
         shards = dict(zip(self.parameters.names, self.parameters, strict=True))
-        for name, held in optim.fitting(moments, self.optimizer).items():
+        for name, held in optim.select_fitting(moments, self.optimizer).items():
             if name in shards:
-                state[name] = {key: self._divided(key, value, shards[name]) for key, value in held.items()}
+                state[name] = {key: self._divide(key, value, shards[name]) for key, value in held.items()}
         optim.load(self.optimizer, state, self.layout, self.parameters)
 
     def load_whole(self, params: Tensor, moments: Moments) -> None:
@@ -207,8 +207,8 @@ class ShardedModel:
                 cut[name][key] = value.reshape(-1)[slice(*ranges[name])] if each else value
         self.load_moments(cut)
 
-    def _divided(self, key: str, value: Any, p: nn.Parameter) -> Any:
-        shard = _local(p)
+    def _divide(self, key: str, value: Any, p: nn.Parameter) -> Any:
+        shard = _take_local(p)
         if key == EDITS or not isinstance(value, Tensor) or key in PER_PARAMETER or value.dim() == 0:
             return value
         if value.numel() != shard.numel():
@@ -257,12 +257,12 @@ class ShardedModel:
         if factor != 1:
             for p in self.parameters:
                 if p.grad is not None:
-                    _local(p.grad).mul_(factor)
+                    _take_local(p.grad).mul_(factor)
 
     def fault(self) -> int:
         """Return the number of the first parameter whose gradient is not finite in this process's shard, or -1."""
         for number, p in enumerate(self.parameters):
-            if p.grad is not None and not is_finite(_local(p.grad)):
+            if p.grad is not None and not is_finite(_take_local(p.grad)):
                 return number
         return -1
 
@@ -271,12 +271,12 @@ class ShardedModel:
         found = torch.zeros((), dtype=torch.float64)
         for p in self.parameters:
             if p.grad is not None:
-                found += square_of(_local(p.grad))
+                found += square_of(_take_local(p.grad))
         return found
 
     def quick_square(self) -> float:
         """Return the squared norm of this process's shards of the gradients, with the accuracy of their dtype."""
-        return sum(quick_square(_local(p.grad)) for p in self.parameters if p.grad is not None)
+        return sum(square_quickly(_take_local(p.grad)) for p in self.parameters if p.grad is not None)
 
     def at(self, round: int) -> None:
         """Set the learning rates of round `round` by the schedule. Raises WorkloadError if the schedule fails."""
@@ -284,7 +284,7 @@ class ShardedModel:
             self._pace.at(round)
 
 
-def _local(t: Tensor) -> Tensor:
+def _take_local(t: Tensor) -> Tensor:
     return t.to_local() if isinstance(t, DTensor) else t
 
 
@@ -293,7 +293,7 @@ def _has_memory(module: nn.Module) -> bool:
     return not any(value.is_meta for value in own)
 
 
-def _leaves(value: Tensor) -> Iterator[DTensor]:
+def _find_leaves(value: Tensor) -> Iterator[DTensor]:
     """Yield the divided parameters from which a value was computed, as far as its gradient reaches them."""
     nodes, seen = [value.grad_fn], set[int]()
     while nodes:

@@ -29,16 +29,16 @@ from rayps.core.urls import Location
 from rayps.data.base import Batch
 from rayps.tensors import optim
 from rayps.tensors.checkpoints.checkpoint import meta_of
-from rayps.tensors.checkpoints.checkpoint_parts import contents, read_pieces, verify_share
+from rayps.tensors.checkpoints.checkpoint_parts import read_contents, read_pieces, verify_share
 from rayps.tensors.clip import NormClip
 from rayps.tensors.flat import Layout
 from rayps.tensors.learning_rate import Ticks
 from rayps.tensors.optim import PER_PARAMETER, Group
 from rayps.tensors.snapshot import Snapshot
-from rayps.tensors.state_pieces import moments_in
+from rayps.tensors.state_pieces import join_moments
 from rayps.tensors.training_state import TrainingState
 from rayps.worker.connections import WorkerConnections
-from rayps.worker.core import Meter, RoundLog, Worker, evaluation_facts, gradient_error, traffic_of
+from rayps.worker.core import Meter, RoundLog, Worker, collect_evaluation_facts, explain_gradient, traffic_of
 from rayps.worker.exchange.step_flags import COUNT, StepFlags
 from rayps.worker.exchange.step_scaling import StepScaling
 from rayps.worker.loops.loop import Loop
@@ -47,7 +47,7 @@ from rayps.worker.part_writer import PartWriter
 from rayps.worker.plan import WorkerPart, WorkerPlan
 from rayps.worker.process_group import ProcessGroup
 from rayps.worker.ring_worker import of_first_rank
-from rayps.worker.rows.evaluation_batches import bounded
+from rayps.worker.rows.evaluation_batches import bound_batches
 from rayps.worker.rows.make_stream import make_stream
 from rayps.workload.base import Workload
 from rayps.workload.loss_result import LossResult, is_pair, loss_result, whole
@@ -143,7 +143,7 @@ class DividedWorker(Worker):
                 continue
             self._counted = part
             with user_code("loss"), self.group.failures():
-                found = self._loss(part)
+                found = self._compute_loss(part)
                 add_totals(totals, found.metrics)
                 pairs = is_pair(found, pairs)
                 self.part.check_weight.see(found, part)
@@ -163,9 +163,9 @@ class DividedWorker(Worker):
     def _backward_nothing(self) -> None:
         """Take part in a micro-batch of the other workers, by rows whose loss counts nothing."""
         if self._counted is None:
-            self._counted = self._any_batch()
+            self._counted = self._find_any_batch()
         with user_code("loss"), self.group.failures():
-            _backward(self._loss(self._counted).total * 0)
+            _backward(self._compute_loss(self._counted).total * 0)
 
     def _finish_step(self, weight: float, rows: int) -> None:
         model = self.model
@@ -177,7 +177,7 @@ class DividedWorker(Worker):
             self._check_weight()
         if worst >= 0:  # a shard is of the sum over all workers: each of them has the name of the parameter
             at = self.position - 1
-            raise gradient_error(
+            raise explain_gradient(
                 -1, model.layout.names[worst], None, at, self.batches.epoch_of(at)[0], self.meter.growth
             )
         if not weights:
@@ -199,18 +199,18 @@ class DividedWorker(Worker):
         assert batch is not None, "each worker has computed in this step"
         check.is_checked = True
         with self.group.failures():
-            check.of(batch, replaced=self.model.other_values, most=self._most)
+            check.of(batch, replaced=self.model.other_values, most=self._find_most)
 
-    def _most(self, number: int) -> int:
+    def _find_most(self, number: int) -> int:
         return int(self.ring.max(torch.tensor([number], dtype=torch.int64)))
 
-    def _loss(self, batch: Batch, *, trains: bool = True) -> LossResult:
+    def _compute_loss(self, batch: Batch, *, trains: bool = True) -> LossResult:
         with autocast(self.workload, self.device):
             given = self.workload.loss(self.model.module, batch)
         self.model.refuse_read_outside(given)
         return loss_result(given, batch.size, trains=trains)
 
-    def _any_batch(self) -> Batch:
+    def _find_any_batch(self) -> Batch:
         """Return a micro-batch with rows of any worker. Raises DataError if no worker has one."""
         with user_code("data"):
             for rank in range(self.size):
@@ -229,25 +229,25 @@ class DividedWorker(Worker):
         with evaluating(self.model.module), torch.no_grad(), user_code("evaluate"):
             data = self.workload.evaluation_data()
             batches = data.batches(rank=self.rank, size=self.size, seed=self.plan.seed, epoch=0)
-            facts = evaluation_facts(self, data, whole=False)
-            for batch, counts in self._together(bounded(batches, facts, self.plan.timeout)):
+            facts = collect_evaluation_facts(self, data, whole=False)
+            for batch, counts in self._yield_together(bound_batches(batches, facts, self.plan.timeout)):
                 with user_code("evaluate"), self.group.failures():
                     found = self.part.evaluate(batch.to(self.device))
                 if counts:
                     add_totals(totals, found)
         return totals
 
-    def _together(self, batches: Iterator[Batch]) -> Iterator[tuple[Batch, bool]]:
+    def _yield_together(self, batches: Iterator[Batch]) -> Iterator[tuple[Batch, bool]]:
         """Yield this worker's batches with rows, and then others, which do not count, until no worker has any."""
         last: Batch | None = None
         while True:
             batch = next((each for each in batches if each.size), None)
             if not int(self.ring.max(torch.tensor([batch is not None], dtype=torch.uint8))):
                 return
-            last = batch or last or self._evaluation_batch()
+            last = batch or last or self._find_evaluation_batch()
             yield last, batch is not None
 
-    def _evaluation_batch(self) -> Batch:
+    def _find_evaluation_batch(self) -> Batch:
         with user_code("evaluation_data"):
             data = self.workload.evaluation_data()
             for rank in range(self.size):
@@ -289,10 +289,10 @@ class ShardedParameters(Loop):
         """Return True: the flags were exchanged in the step."""
         return True
 
-    def _flags(self) -> StepFlags:
+    def _read_flags(self) -> StepFlags:
         return self.w.flags
 
-    def _groups(self) -> Sequence[Group]:
+    def _read_groups(self) -> Sequence[Group]:
         return self.w.model.optimizer.param_groups
 
     def finish(self) -> None:
@@ -320,7 +320,7 @@ class ShardedParameters(Loop):
 
     def evaluated_state(self) -> tuple[Tensor | None, dict[str, Tensor]]:
         """Return None and rank 0's buffers: the worker's own shards are evaluated, and weights are not averaged."""
-        return None, self.w.of_first_rank(self._module_buffers())
+        return None, self.w.of_first_rank(self._read_module_buffers())
 
     def average_weights(self) -> None:
         """Do nothing, because an average of the weights is refused."""
@@ -342,7 +342,7 @@ class ShardedParameters(Loop):
         The state is copied before the call returns. Frozen parameters are written in pieces too.
         """
         w = self.w
-        part = self._part(None, {})
+        part = self._make_part(None, {})
         if self._writer is not None:
             part.pending = self._writer.start(part.round, w.model.pieces(), {})
         return part
@@ -365,7 +365,7 @@ class ShardedParameters(Loop):
                     value.copy_(buffers[name])
             model.fill({name: buffers[name].reshape(-1)[lo:hi] for name, (lo, hi) in frozen.items() if name in buffers})
 
-    def _frozen(self) -> dict[str, Tensor]:
+    def _read_frozen(self) -> dict[str, Tensor]:
         return {}
 
     def _load(self, state: Snapshot | TrainingState) -> None:
@@ -386,7 +386,7 @@ class ShardedParameters(Loop):
         """
         w, model = self.w, self.w.model
         verify_share(path, w.rank, w.size)
-        shapes, ranges = contents(path), model.ranges()
+        shapes, ranges = read_contents(path), model.ranges()
         sizes = {entry.name: list(entry.shape) for entry in model.layout.entries}
         reads: dict[str, tuple[int, int] | None] = {f"model/{name}": span for name, span in ranges.items()}
         for key, facts in shapes.items():
@@ -398,7 +398,7 @@ class ShardedParameters(Loop):
                 reads[key] = frozen[rest]
         found = read_pieces(path, reads)
         model.fill({key.partition("/")[2]: found[key] for key in reads if not key.startswith("optim/")})
-        moments: optim.Moments = moments_in(found, meta_of(path)["optimizer_numbers"])
+        moments: optim.Moments = join_moments(found, meta_of(path)["optimizer_numbers"])
         model.load_moments(moments)
 
 

@@ -31,23 +31,23 @@ from rayps.core.urls import Location
 from rayps.data.base import Batch
 from rayps.tensors import optim
 from rayps.tensors.checkpoints.checkpoint import meta_of
-from rayps.tensors.checkpoints.checkpoint_parts import contents, read_pieces, verify_share
+from rayps.tensors.checkpoints.checkpoint_parts import read_contents, read_pieces, verify_share
 from rayps.tensors.clip import NormClip
-from rayps.tensors.finite import first_not_finite, is_finite
-from rayps.tensors.flat import FlatModel, Gradient, Layout, quick_square, square_of
+from rayps.tensors.finite import find_not_finite, is_finite
+from rayps.tensors.flat import FlatModel, Gradient, Layout, square_of, square_quickly
 from rayps.tensors.learning_rate import Ticks, pace_of, recipe_of
 from rayps.tensors.snapshot import Snapshot
-from rayps.tensors.state_pieces import entries_of, fill, moments_in, pieces_of, wanted
+from rayps.tensors.state_pieces import entries_of, fill, join_moments, list_wanted, pieces_of
 from rayps.tensors.training_state import TrainingState
 from rayps.worker.connections import WorkerConnections
 from rayps.worker.core import Memory, VectorMemory, Worker
-from rayps.worker.exchange.buckets import Buckets, cut, spans
+from rayps.worker.exchange.buckets import Buckets, cut, find_spans
 from rayps.worker.exchange.scattered_gradients import ScatteredGradients
 from rayps.worker.exchange.step_flags import OVERFLOW
 from rayps.worker.loops.sync_gradients import SyncGradients, SyncWorker
 from rayps.worker.part_writer import PartWriter
 from rayps.worker.plan import WorkerPart, WorkerPlan
-from rayps.worker.ring_worker import gradient_memory
+from rayps.worker.ring_worker import find_gradient_memory
 from rayps.workload.accumulate import micro_batches
 from rayps.workload.base import Workload
 from rayps.workload.model import seeded_model
@@ -98,17 +98,17 @@ class SlicedSteps:
 
     def load(self, moments: optim.Moments) -> None:
         """Restore the state of whole parameters. The state of an optimizer of another kind is dropped."""
-        self._sliced.load(self._placed(moments), self._flat.layout)
+        self._sliced.load(self._place(moments), self._flat.layout)
 
     def restore(self, moments: optim.Moments) -> None:
         """Restore the state of the owned pieces, which `moments` returned. Another optimizer's state is dropped."""
-        self._sliced.restore(self._placed(moments))
+        self._sliced.restore(self._place(moments))
 
-    def _placed(self, moments: optim.Moments) -> optim.Moments:
+    def _place(self, moments: optim.Moments) -> optim.Moments:
         device = self._flat.vector.device
         return {
             name: {k: v.to(device) if isinstance(v, Tensor) and k != "step" else v for k, v in state.items()}
-            for name, state in optim.fitting(moments, self.optimizer).items()
+            for name, state in optim.select_fitting(moments, self.optimizer).items()
         }
 
     def tensors(self) -> list[Tensor]:
@@ -135,7 +135,7 @@ class VectorCuts:
     def of(cls, ring: Ring, layout: Layout, bucket_mb: float) -> VectorCuts:
         """Cut the vector of a layout. All workers of the ring must make the same call."""
         members = cut(layout, 1e6 * bucket_mb or math.inf)
-        return cls(bucket_mb, members, OwnedSlices(ring, spans(layout, members)))
+        return cls(bucket_mb, members, OwnedSlices(ring, find_spans(layout, members)))
 
 
 class ShardedWorker(SyncWorker):
@@ -151,7 +151,7 @@ class ShardedWorker(SyncWorker):
         self.cuts: VectorCuts | None = None  # set when the model's layout is known
         scatters = shard_of(plan.strategy) == "gradients"
         vectors = VectorMemory(
-            gradient_memory(ring, device), partial(self._parameters, ring), holds_gradient=not scatters
+            find_gradient_memory(ring, device), partial(self._parameters, ring), holds_gradient=not scatters
         )
         super().__init__(workload, plan, peers, device, vectors=vectors)
         self.clip = NormClip(workload.clip_norm, [ring], measures=True)
@@ -161,7 +161,7 @@ class ShardedWorker(SyncWorker):
                 self.flat, ring, self.slices, self._cuts.members, self.flags, several=self.batches.accumulate > 1
             )
         if plan.rank == 0 and plan.size > 1:
-            self.log.choices.append(self._choice())
+            self.log.choices.append(self._describe_choice())
 
     @property
     def _scatters(self) -> bool:
@@ -197,13 +197,13 @@ class ShardedWorker(SyncWorker):
         began, talked = time.perf_counter(), scattered.seconds
         scattered.begin_step()
         own = len(micro_batches(batch)) if batch.size else 0
-        most = self._most_micro_batches(own)
+        most = self._find_most_micro_batches(own)
         if own:
             assert isinstance(self.part, Whole), "a sharded worker holds the whole model"
             self._record_parameters()
             found = self.part.backward_each(batch, self._check, scattered, scale=self.scaling.factor)
             self._state_changes()
-            self._recorded(found, batch)
+            self._record_loss(found, batch)
         for _ in range(most - own):  # the other ranks have more micro-batches
             scattered.begin(0)
             scattered.end()
@@ -216,7 +216,7 @@ class ShardedWorker(SyncWorker):
         mean = mean.to(self.flat.vector.device)
         self._skip(unused)
         if not may_skip and not is_finite(mean):
-            self._must_be_finite(-1, self._owned_name(first_not_finite(mean)))
+            self._must_be_finite(-1, self._find_owned_name(find_not_finite(mean)))
         if self.scaling.scale is not None:
             self._decide(may_skip and self.flags.stated(OVERFLOW), all_ranks=True)
         self.meter.compute += time.perf_counter() - began - (scattered.seconds - talked)
@@ -244,7 +244,7 @@ class ShardedWorker(SyncWorker):
         """Return what a backup holds: the elements that this worker owns, joined, and their moments."""
         return torch.cat(self.sliced.owned(self.flat.vector)), self.sliced.moments()
 
-    def _choice(self) -> Event:
+    def _describe_choice(self) -> Event:
         """Return an event that says what each worker holds, and how gradients are sent."""
         count = len(self._cuts.members)
         held = "the optimizer's state" + (" and the gradients" if self._scatters else "")
@@ -257,7 +257,7 @@ class ShardedWorker(SyncWorker):
 
     # ---- for the base class
 
-    def _new_model(self) -> nn.Module:
+    def _make_model(self) -> nn.Module:
         """Return the model drawn from the job's seed, because no other process has the first parameters."""
         return seeded_model(self.workload, self.plan.seed)
 
@@ -270,7 +270,7 @@ class ShardedWorker(SyncWorker):
         self.cuts = VectorCuts.of(ring, layout, AUTO_BUCKET_MB if size is None else size)
         return self.cuts.slices.allocate if self.device == "cpu" else None
 
-    def _optimizer(self) -> SlicedSteps:
+    def _make_optimizer(self) -> SlicedSteps:
         factory = self.part.factory(recipe_of(self.workload, self.plan.lr_factor))
         ticks = Ticks(self.plan.origin, self.batches.steps_per_epoch)
         return SlicedSteps(factory, self.flat, self.slices.ranges(), ticks)
@@ -282,7 +282,7 @@ class ShardedWorker(SyncWorker):
 
     # ---- parts
 
-    def _most_micro_batches(self, own: int) -> int:
+    def _find_most_micro_batches(self, own: int) -> int:
         """Return the most micro-batches of a worker in this step. Raises LinkError if a connection fails."""
         if self.batches.accumulate == 1:
             return 1
@@ -290,7 +290,7 @@ class ShardedWorker(SyncWorker):
 
     def _clip_factor(self, vector: Tensor) -> float:
         if self.clip.most is None:
-            self.clip.note(square=sum(map(quick_square, self.sliced.owned(vector))))
+            self.clip.note(square=sum(map(square_quickly, self.sliced.owned(vector))))
             return 1.0
         square = torch.zeros((), dtype=torch.float64)
         for owned in self.sliced.owned(vector):
@@ -298,7 +298,7 @@ class ShardedWorker(SyncWorker):
                 square += square_of(block)
         return self.clip.factor(square)
 
-    def _owned_name(self, at: int) -> str:
+    def _find_owned_name(self, at: int) -> str:
         """Return the name of the parameter of the element `at` of the owned elements, joined."""
         for piece in entries_of(self.flat.layout, self.slices.ranges()):
             if at < piece.hi - piece.lo:
@@ -325,12 +325,12 @@ class ShardedState(SyncGradients):
         The state is copied before the call returns.
         """
         w = self.w
-        part = self._part(None, {})
+        part = self._make_part(None, {})
         if self._writer is not None:
             pieces = pieces_of(w.flat.layout, w.sliced.ranges, w.flat.vector, w.sliced.moments(), empty=w.rank == 0)
             frozen = {
                 name: p.detach().cpu()
-                for name, p in self._frozen().items()
+                for name, p in self._read_frozen().items()
                 if w.rank == 0 and self._loaded.get(name) == p._version  # a changed one is among the buffers
             }
             part.pending = self._writer.start(part.round, pieces, frozen)
@@ -369,10 +369,10 @@ class ShardedState(SyncGradients):
         """
         w, local, layout = self.w, self.w.sliced, self.w.flat.layout
         verify_share(path, w.rank, w.size)
-        shapes = contents(path)
-        reads = wanted(layout, local.ranges, shapes)
-        frozen = {f"frozen/{name}": None for name in self._frozen() if f"frozen/{name}" in shapes}
+        shapes = read_contents(path)
+        reads = list_wanted(layout, local.ranges, shapes)
+        frozen = {f"frozen/{name}": None for name in self._read_frozen() if f"frozen/{name}" in shapes}
         found = read_pieces(path, reads | frozen)
         self.load_buffers({key.removeprefix("frozen/"): found.pop(key) for key in frozen})
         fill(layout, found, w.flat.vector, local.ranges)
-        local.restore(moments_in(found, meta_of(path)["optimizer_numbers"]))
+        local.restore(join_moments(found, meta_of(path)["optimizer_numbers"]))

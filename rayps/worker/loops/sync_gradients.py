@@ -19,7 +19,7 @@ from rayps.core.metrics import Totals
 from rayps.core.strategy.topology import Peers, backup_in
 from rayps.data.base import Batch
 from rayps.tensors.flat import Gradient
-from rayps.tensors.weight_watch import check_alike, evaluation_changed
+from rayps.tensors.weight_watch import check_alike, explain_evaluation_changed
 from rayps.worker.connections import WorkerConnections
 from rayps.worker.core import VectorMemory, Worker
 from rayps.worker.exchange.buckets import Buckets
@@ -27,7 +27,7 @@ from rayps.worker.exchange.step_flags import CHANGED, OVERFLOW, StepFlags
 from rayps.worker.exchange.sync_batchnorm import BatchNormSync, synchronize
 from rayps.worker.loops.loop import Loop
 from rayps.worker.plan import WorkerPlan
-from rayps.worker.ring_worker import RingWorker, gradient_memory, of_first_rank
+from rayps.worker.ring_worker import RingWorker, find_gradient_memory, of_first_rank
 from rayps.worker.tables import bind_tables
 from rayps.workload.accumulate import Ready, StepLoss
 from rayps.workload.base import Workload
@@ -56,7 +56,7 @@ class SyncWorker(RingWorker):
         """Build the worker, the buckets of its gradients, and the connection to sparse tables. See `Worker`."""
         assert peers.ring is not None, "gradients are averaged over a ring"
         if vectors is None and not backup_in(plan.strategy):
-            vectors = VectorMemory(gradient_memory(peers.ring, device))
+            vectors = VectorMemory(find_gradient_memory(peers.ring, device))
         super().__init__(workload, plan, peers, device, vectors=vectors)
         self.ring = self.means.sent
         self._batchnorm: BatchNormSync | None = None
@@ -99,7 +99,7 @@ class SyncWorker(RingWorker):
         self._refuse_other_exchange()
         self._skip(())
         self._take_part(batch)
-        gradient = self._gradient(batch)[0]
+        gradient = self._compute_gradient(batch)[0]
         if self.scaling.scale is not None:
             overflow = self.means.exact_ring.max(torch.tensor([self.scaling.overflow], dtype=torch.uint8))
             self._decide(bool(overflow), all_ranks=True)
@@ -176,14 +176,14 @@ class SyncWorker(RingWorker):
             self._counted = batch
             return
         if self._counted is None:  # this worker has had no rows so far
-            self._counted = self._any_batch()
+            self._counted = self._find_any_batch()
         with user_code("loss"):
             with autocast(self.workload, self.device):
                 given = self.workload.loss(self.flat.model, self._counted.to(self.device))
             loss_result(given, self._counted.size).total.backward()  # type: ignore[no-untyped-call]
         self.flat.drop_grad()
 
-    def _any_batch(self) -> Batch:
+    def _find_any_batch(self) -> Batch:
         """Return a batch with rows of any worker. Raises DataError if no worker has one."""
         with user_code("data"):
             for rank in range(self.size):
@@ -221,10 +221,10 @@ class SyncGradients(Loop):
             self.w.params = vector
         if self.w.size == 1:
             return super().evaluate()
-        with self.w.flat.watch.refusing(evaluation_changed):
+        with self.w.flat.watch.refusing(explain_evaluation_changed):
             return super().evaluate()
 
-    def _flags(self) -> StepFlags:
+    def _read_flags(self) -> StepFlags:
         return self.w.flags
 
     def run_round(self) -> None:

@@ -19,7 +19,7 @@ from rayps_client.values import Json, JsonObject
 
 from rayps.core.job.records import Event
 from rayps.core.job.user_code import user_code
-from rayps.core.rows.rank_seed import block_seed
+from rayps.core.rows.rank_seed import derive_block_seed
 from rayps.core.rows.step_rows import RowBlock, StepRows
 from rayps.data.base import Batch, Data, Position, map_tensors
 from rayps.worker.exchange.step_flags import DATA_ENDED, DATA_LEFT, DATA_SEEN, StepFlags
@@ -102,7 +102,7 @@ class BatchStream:
         if batch is None:
             batch = self._read(self.position)
         if self.blocks.seeds:
-            torch.manual_seed(block_seed(self.seed, *self.epoch_of(self.position), read=False))
+            torch.manual_seed(derive_block_seed(self.seed, *self.epoch_of(self.position), read=False))
         self.position += 1
         if self.ahead is not None and self.position < end and self.blocks.is_known(self.position):
             random = torch.get_rng_state() if self.blocks.seeds else None
@@ -136,7 +136,7 @@ class BatchStream:
         if self._kept is not None and block.has_rows_of(self._kept[0]):
             return self._kept[1]
         if self.blocks.seeds:
-            torch.manual_seed(block_seed(self.seed, block.epoch, block.number, read=True))
+            torch.manual_seed(derive_block_seed(self.seed, block.epoch, block.number, read=True))
         with user_code("data"):
             batch = self._reader.read(block)
         if self.blocks.repeats:
@@ -169,7 +169,7 @@ class BatchStream:
         first = self.data.ends == "first"
         over = flags.stated(DATA_ENDED) if first else not flags.stated(DATA_LEFT)
         if over and not (self.pass_.seen if first else flags.stated(DATA_SEEN)):
-            raise self._no_batch("" if first else " on any worker")
+            raise self._explain_no_batch("" if first else " on any worker")
         return over
 
     def end_epoch(self) -> int:
@@ -201,7 +201,7 @@ class BatchStream:
             cursor = Cursor(cursor.origins)
         self.pass_.restore(cursor)
 
-    def _no_batch(self, where: str) -> DataError:
+    def _explain_no_batch(self, where: str) -> DataError:
         epoch = self.epoch_of(max(self.position - 1, 0))[0]
         other = 'or ends="last"' if self.data.ends == "first" else "or look why the data set yields nothing"
         way = f"use fewer workers, {other}"
@@ -215,8 +215,8 @@ class BatchStream:
             epoch, index = self.epoch_of(self.position)
             known = now.begin(index)
             with user_code("data"):
-                now.reads = now.source.open(self._block(epoch, index), known)
-            self._coming = self._next(now)
+                now.reads = now.source.open(self._make_block(epoch, index), known)
+            self._coming = self._read_next(now)
             if self._coming is None and now.alone:  # the position is behind this epoch's end, or the epoch is empty
                 self._end_alone(now, epoch, index)
         batch, self._coming = self._coming, None
@@ -226,24 +226,24 @@ class BatchStream:
             now.seen, now.last = True, batch
         self.position += 1
         if now.left and self.position < end:
-            self._coming = self._next(now)
+            self._coming = self._read_next(now)
         if now.alone and not now.left:
             self.end_epoch()
         self.weight = batch.size
         return batch
 
-    def _block(self, epoch: int, index: int) -> RowBlock:
+    def _make_block(self, epoch: int, index: int) -> RowBlock:
         return RowBlock(self.position, epoch, index, self.rank, self.size)
 
     def _end_alone(self, now: OpenPass, epoch: int, index: int) -> None:
         """End an epoch that has no batch number `index`, and find the epoch in which the position is."""
         with user_code("data"):
-            count = sum(1 for _ in now.source.open(self._block(epoch, 0)))
+            count = sum(1 for _ in now.source.open(self._make_block(epoch, 0)))
         if not count:
-            raise self._no_batch("")
+            raise self._explain_no_batch("")
         now.end(self.position - index + count)
 
-    def _next(self, now: OpenPass) -> Batch | None:
+    def _read_next(self, now: OpenPass) -> Batch | None:
         """Return the next batch of the epoch, or None if the epoch has ended."""
         assert now.reads is not None
         with user_code("data"):
@@ -306,8 +306,8 @@ class OpenPass:
             return Batch(None, None, 0)
         if self.last.parts:
             one = self.last.parts[0]
-            return step_of((Batch(map_tensors(one.x, _no_rows), map_tensors(one.y, _no_rows), 0),))
-        return Batch(map_tensors(self.last.x, _no_rows), map_tensors(self.last.y, _no_rows), 0)
+            return step_of((Batch(map_tensors(one.x, _drop_rows), map_tensors(one.y, _drop_rows), 0),))
+        return Batch(map_tensors(self.last.x, _drop_rows), map_tensors(self.last.y, _drop_rows), 0)
 
     def cursor(self, position: int) -> Cursor:
         """Return the cursor at a position, which may be one batch behind what was read."""
@@ -331,5 +331,5 @@ def cursor_of(given: JsonObject) -> Cursor:
     return Cursor(first, given["batches"], given["position"], given["processes"])  # type: ignore[arg-type]
 
 
-def _no_rows(tensor: torch.Tensor) -> torch.Tensor:
+def _drop_rows(tensor: torch.Tensor) -> torch.Tensor:
     return tensor[:0].clone() if tensor.dim() else tensor

@@ -43,7 +43,7 @@ class NumberReader:
         if self._order is None or self._order[0] != block.epoch:
             self._order = block.epoch, self._data.order(self._seed, block.epoch)
         order = self._order[1]
-        parts = tuple(self._data.take(order[_index(places)]) for places in self._cut.places(block))
+        parts = tuple(self._data.take(order[_make_index(places)]) for places in self._cut.places(block))
         return parts[0] if self._accumulate == 1 else step_of(parts)
 
     def events(self) -> list[Event]:
@@ -120,7 +120,7 @@ class SequenceReader:
                 rank=place.rank, size=place.size, seed=place.seed, epoch=place.epoch, start=start
             )
             found = ((batch, None) for batch in batches)
-        return found if self._accumulate == 1 else _grouped(found, self._accumulate)
+        return found if self._accumulate == 1 else _group(found, self._accumulate)
 
     def events(self) -> list[Event]:
         """Return the events of the loader since the last call."""
@@ -137,13 +137,13 @@ def step_of(parts: tuple[Batch, ...]) -> Batch:
     return Batch(None, None, sum(part.size for part in parts), parts)
 
 
-def _grouped(reads: Reads, size: int) -> Reads:
+def _group(reads: Reads, size: int) -> Reads:
     """Yield groups of `size` batches as one step, each with the position after its last batch."""
     while group := list(islice(reads, size)):
         yield step_of(tuple(batch for batch, _ in group)), group[-1][1]
 
 
-def _index(places: Places) -> slice | NDArray[np.int64]:
+def _make_index(places: Places) -> slice | NDArray[np.int64]:
     """Return what selects these places of an order."""
     if isinstance(places, range) and places:
         return slice(places.start, places.stop, places.step)

@@ -35,7 +35,7 @@ class EvaluationFacts:
     trained: int  # batches that were trained, of the share that is evaluated
 
 
-def most_batches(facts: EvaluationFacts) -> int | None:
+def count_most_batches(facts: EvaluationFacts) -> int | None:
     """Return how many batches a worker reads in an evaluation, or None if it reads them all."""
     if facts.limit is not None:
         return facts.limit
@@ -44,13 +44,13 @@ def most_batches(facts: EvaluationFacts) -> int | None:
     return None
 
 
-def bounded(batches: Iterator[Batch], facts: EvaluationFacts, timeout: float) -> Iterator[Batch]:
+def bound_batches(batches: Iterator[Batch], facts: EvaluationFacts, timeout: float) -> Iterator[Batch]:
     """Yield the batches of an evaluation up to its bound. `timeout` is the job's, in seconds.
 
     Raises:
         WorkloadError: data without a length has not ended within its time limit.
     """
-    most = most_batches(facts)
+    most = count_most_batches(facts)
     if most is not None or facts.has_length:
         yield from islice(batches, most)
         return

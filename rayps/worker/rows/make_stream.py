@@ -31,12 +31,12 @@ def make_stream(workload: Workload, plan: WorkerPlan) -> BatchStream:
         rows = plan.strategy.rows
         data = rows.source(workload)
         if plan.private is not None and plan.private.rows is not None:
-            return _drawn(data, plan, rows)
+            return _read_drawn(data, plan, rows)
         if backup_in(plan.strategy):
-            return _by_portion(data, plan, rows, workload.accumulate)
+            return _read_by_portion(data, plan, rows, workload.accumulate)
         if plan.leased:
-            return _leased(data, plan, rows, workload.accumulate)
-        return _by_rank(data, plan, rows, workload.accumulate)
+            return _read_leased(data, plan, rows, workload.accumulate)
+        return _read_by_rank(data, plan, rows, workload.accumulate)
 
 
 def deal_shares(stream: BatchStream, shares: RowShares) -> None:
@@ -49,8 +49,8 @@ def deal_shares(stream: BatchStream, shares: RowShares) -> None:
     stream.change_shares(dealt, reader, dealt.micro_batches)
 
 
-def _by_rank(data: Data, plan: WorkerPlan, rows: Rows, accumulate: int) -> BatchStream:
-    rank, size = _place(plan)
+def _read_by_rank(data: Data, plan: WorkerPlan, rows: Rows, accumulate: int) -> BatchStream:
+    rank, size = _find_place(plan)
     if plan.elastic is not None and not rows.by_client:
         data = DealtRows(data, plan.elastic.rows)
         accumulate = data.micro_batches
@@ -69,34 +69,34 @@ def _by_rank(data: Data, plan: WorkerPlan, rows: Rows, accumulate: int) -> Batch
     )
 
 
-def _by_portion(data: Data, plan: WorkerPlan, rows: Rows, accumulate: int) -> BatchStream:
-    rank, size = _place(plan)
+def _read_by_portion(data: Data, plan: WorkerPlan, rows: Rows, accumulate: int) -> BatchStream:
+    rank, size = _find_place(plan)
     shares = size - backup_in(plan.strategy)
     steps = rows.rounds(data, shares, accumulate)
     blocks = ByPortion(rank, PortionsPlan(shares, size, steps, plan.origin), max(plan.start, 0))
-    reader = jumping_reader(data, plan.seed, accumulate)
+    reader = make_jumping_reader(data, plan.seed, accumulate)
     return BatchStream(data, blocks, reader, (rank, size), plan.seed, steps, accumulate=accumulate)
 
 
-def _leased(data: Data, plan: WorkerPlan, rows: Rows, accumulate: int) -> BatchStream:
+def _read_leased(data: Data, plan: WorkerPlan, rows: Rows, accumulate: int) -> BatchStream:
     must_have_row_numbers(data)
-    place, steps = _place(plan), rows.rounds(data, 1, accumulate)
+    place, steps = _find_place(plan), rows.rounds(data, 1, accumulate)
     # the driver may wait between two polls: for a server that does not answer, then for its successor
     leases = LeaseBook(place[0], plan.timeout + START_SECONDS)
-    reader = jumping_reader(data, plan.seed, accumulate)
+    reader = make_jumping_reader(data, plan.seed, accumulate)
     stream = BatchStream(data, leases, reader, place, plan.seed, steps, accumulate=accumulate)
     stream.leases = leases
     return stream
 
 
-def _drawn(data: Data, plan: WorkerPlan, rows: Rows) -> BatchStream:
+def _read_drawn(data: Data, plan: WorkerPlan, rows: Rows) -> BatchStream:
     draws, most = load(ROW_DRAWS)(data, plan)
-    (rank, size), steps = _place(plan), rows.rounds(data, plan.grid.data)
+    (rank, size), steps = _find_place(plan), rows.rounds(data, plan.grid.data)
     blocks, reader = ByRank(rank, size, steps, plan.origin), StackReader(data, draws, most)
     return BatchStream(data, blocks, reader, (rank, size), plan.seed, steps)
 
 
-def jumping_reader(data: Data, seed: int, accumulate: int) -> BlockReader:
+def make_jumping_reader(data: Data, seed: int, accumulate: int) -> BlockReader:
     """Return a reader of blocks in any order: by number if the data has row numbers and is not read ahead."""
     if data.has_row_numbers and data.ahead is None:
         cut = EvenCut(data.rows(), data.batch_size, accumulate, data.drop_last)
@@ -104,5 +104,5 @@ def jumping_reader(data: Data, seed: int, accumulate: int) -> BlockReader:
     return SequenceReader(data, seed, accumulate, jumps=data.has_row_numbers)
 
 
-def _place(plan: WorkerPlan) -> tuple[int, int]:
+def _find_place(plan: WorkerPlan) -> tuple[int, int]:
     return plan.place.data, plan.grid.data

@@ -43,7 +43,7 @@ def choose_gpu_transport(facts: Sequence[GpuFacts], asked: GpuTransport | None =
 
     `asked` is the transport that the user has asked for. Raises ConfigError if it is not possible; the error says why.
     """
-    obstacles: dict[GpuTransport, str] = {"nccl": _no_nccl(facts), "ipc": _no_ipc(facts), "staging": ""}
+    obstacles: dict[GpuTransport, str] = {"nccl": _explain_no_nccl(facts), "ipc": _explain_no_ipc(facts), "staging": ""}
     if asked is not None:
         if asked not in NAMES:
             raise ConfigError(f"there is no transport {asked!r} for devices: use {', '.join(NAMES)}", given=asked)
@@ -61,41 +61,41 @@ def choose_gpu_transport(facts: Sequence[GpuFacts], asked: GpuTransport | None =
     return "staging", f"no nccl: {obstacles['nccl']}; no ipc: {obstacles['ipc']}"
 
 
-def _no_nccl(facts: Sequence[GpuFacts]) -> str:
+def _explain_no_nccl(facts: Sequence[GpuFacts]) -> str:
     """Return why NCCL is not possible, or an empty text."""
     without = [rank for rank, each in enumerate(facts) if not each.nccl]
     if without:
-        return f"torch has no NCCL on {_ranks(without)}"
+        return f"torch has no NCCL on {_format_ranks(without)}"
     versions = sorted({each.nccl for each in facts})
     if len(versions) > 1:
         return f"the ranks have several versions of NCCL ({', '.join(versions)})"
     if len({each.device for each in facts}) < len(facts):
-        return f"{_ranks(_sharing([each.device for each in facts]))} share a GPU"
+        return f"{_format_ranks(_find_sharing([each.device for each in facts]))} share a GPU"
     return ""
 
 
-def _no_ipc(facts: Sequence[GpuFacts]) -> str:
+def _explain_no_ipc(facts: Sequence[GpuFacts]) -> str:
     """Return why CUDA IPC is not possible, or an empty text."""
     if len({each.device for each in facts}) > 1:
         return "the ranks use several GPUs"
     if not all(each.common for each in facts):
         return "the ranks do not share the memory of one host"
     if len({each.process for each in facts}) < len(facts):
-        return f"{_ranks(_sharing([each.process for each in facts]))} are threads of one process"
+        return f"{_format_ranks(_find_sharing([each.process for each in facts]))} are threads of one process"
     expandable = [rank for rank, each in enumerate(facts) if each.expandable]
     if expandable:
         return (
-            f"{_ranks(expandable)} cannot share expandable segments: remove expandable_segments:True from "
+            f"{_format_ranks(expandable)} cannot share expandable segments: remove expandable_segments:True from "
             "PYTORCH_CUDA_ALLOC_CONF"
         )
     return ""
 
 
-def _sharing(values: Sequence[str]) -> list[int]:
+def _find_sharing(values: Sequence[str]) -> list[int]:
     """Return the ranks of the first value that several ranks have."""
     first = next(value for value in values if values.count(value) > 1)
     return [rank for rank, value in enumerate(values) if value == first]
 
 
-def _ranks(some: Sequence[int]) -> str:
+def _format_ranks(some: Sequence[int]) -> str:
     return f"rank{'s'[: len(some) > 1]} {', '.join(map(str, some))}"

@@ -19,7 +19,7 @@ from torch import Tensor
 from rayps.comm.ring.device.device_transport import Fold
 from rayps.comm.ring.mesh import Mesh
 from rayps.comm.ring.torch_groups import REDUCTIONS, GroupWork, call_in_thread, process_group
-from rayps.core.partition import slices
+from rayps.core.partition import cut_slices
 from rayps.tensors.device import Device
 
 PROBE_SECONDS = 60.0  # longest time for a new group to connect its ranks and to sum a small vector
@@ -75,15 +75,15 @@ class GroupTransport:
         if kind == "max" and x.is_floating_point():
             # a group's maximum of NaN and a number is the number
             nan = x.isnan().to(torch.uint8)
-            self._all_reduce(nan, kind)
-            self._all_reduce(wide, kind)
+            self._sum_over_all(nan, kind)
+            self._sum_over_all(wide, kind)
             wide.masked_fill_(nan.bool(), float("nan"))
         else:
-            self._all_reduce(wide, kind)
+            self._sum_over_all(wide, kind)
         if wide is not x:
             x.copy_(wide)
 
-    def _all_reduce(self, x: Tensor, kind: Fold) -> None:
+    def _sum_over_all(self, x: Tensor, kind: Fold) -> None:
         options = dist.AllreduceOptions()
         options.reduceOp = REDUCTIONS[kind]  # type: ignore[assignment]
         self._await(lambda: self._group.allreduce([x], options))
@@ -110,7 +110,7 @@ class GroupTransport:
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         """Return this rank's slice of the sum. The group's slices are equal, so the vector is padded to N of them."""
-        cuts = slices(x.numel(), self._mesh.size)
+        cuts = cut_slices(x.numel(), self._mesh.size)
         longest = max(cut.stop - cut.start for cut in cuts)
         dtype = torch.float32 if x.dtype in _HALF else x.dtype
         padded = torch.zeros(self._mesh.size, longest, dtype=dtype, device=self.device.place)

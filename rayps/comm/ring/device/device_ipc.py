@@ -22,7 +22,7 @@ from rayps.comm.ring.device.device_transport import Fold
 from rayps.comm.ring.mesh import Mesh
 from rayps.comm.ring.messages import RingMessage
 from rayps.comm.ring.shared_memory import SharedMemoryFold, Weights
-from rayps.core.partition import part, slices
+from rayps.core.partition import cut_slices, find_bounds
 from rayps.tensors.device import Device
 
 # The largest part of a vector that is copied at once to memory which other ranks read. Each part costs a wait for
@@ -111,7 +111,7 @@ class IpcTransport:
                 problem = error
         arrived = {peer: bytearray(_OFFER_BYTES) for peer in self._others if peer in owners}
         self._mesh.exchange(
-            [(peer, _padded(offers.get(peer, b""))) for peer in self._others if me in owners],
+            [(peer, _pad(offers.get(peer, b""))) for peer in self._others if me in owners],
             [(peer, memoryview(offer)) for peer, offer in arrived.items()],
         )
         for peer, offer in arrived.items():
@@ -153,18 +153,20 @@ class IpcTransport:
 
     def fold(self, x: Tensor, kind: Fold) -> None:
         """Reduce a vector over the ranks in place, in parts: each rank adds 1/N of a part, then reads the others'."""
-        pieces = self._pieces(x)
+        pieces = self._cut_pieces(x)
         for i, piece in enumerate(pieces):
             if i == 0:
                 self._put(piece, x, _FOLD)
             half = self._half
-            lo, hi = part(piece.numel(), self._mesh.size, self._mesh.rank)
-            fold_tensors([each[lo:hi] for each in self._views(half, piece)], _like(self._out[half], piece)[lo:hi], kind)
+            lo, hi = find_bounds(piece.numel(), self._mesh.size, self._mesh.rank)
+            fold_tensors(
+                [each[lo:hi] for each in self._make_views(half, piece)], _view_like(self._out[half], piece)[lo:hi], kind
+            )
             if i + 1 < len(pieces):
                 self._put(pieces[i + 1], x, _FOLD)
             else:
                 self._meet(_FOLD, x)
-            piece.copy_(_like(self._out[half], piece))
+            piece.copy_(_view_like(self._out[half], piece))
         self._count(2 * x.nbytes // self._mesh.size)
 
     def resident(self, x: Tensor, weight: float | None) -> Tensor | None:
@@ -175,7 +177,7 @@ class IpcTransport:
         number, at = where
         held, kind = self._residents[number], _FOLD if weight is None else _MEAN
         weights = self._meet(kind, x, (number, at), weight)
-        lo, hi = part(x.numel(), self._mesh.size, self._mesh.rank)
+        lo, hi = find_bounds(x.numel(), self._mesh.size, self._mesh.rank)
         own = slice(at + lo, at + hi)
         fold_tensors([each[own] for each in held.parts], held.out[own], "add", weights if weight is not None else None)
         self._meet(kind, x)
@@ -194,32 +196,32 @@ class IpcTransport:
 
     def broadcast(self, x: Tensor, root: int) -> None:
         """Copy the vector of rank `root` to all ranks."""
-        for piece in self._pieces(x):
+        for piece in self._cut_pieces(x):
             self._put(piece if self._mesh.rank == root else None, x, _SPREAD)
             if self._mesh.rank != root:
-                piece.copy_(_like(self._slots[self._half][root], piece))
+                piece.copy_(_view_like(self._slots[self._half][root], piece))
         if self._mesh.rank == root:
             self._count(x.nbytes)
 
     def all_gather(self, x: Tensor, out: Tensor) -> None:
         """Collect all ranks' vectors in `out`."""
         at = 0
-        for piece in self._pieces(x):
+        for piece in self._cut_pieces(x):
             self._put(piece, x, _GATHER)
-            for rank, theirs in enumerate(self._views(self._half, piece)):
+            for rank, theirs in enumerate(self._make_views(self._half, piece)):
                 out[rank, at : at + piece.numel()].copy_(theirs)
             at += piece.numel()
         self._count(x.nbytes)
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         """Return this rank's slice of the sum; each rank adds only its own slice."""
-        own = slices(x.numel(), self._mesh.size)[self._mesh.rank]
+        own = cut_slices(x.numel(), self._mesh.size)[self._mesh.rank]
         out, at = torch.empty_like(x[own]), 0
-        for piece in self._pieces(x):
+        for piece in self._cut_pieces(x):
             self._put(piece, x, _SCATTER)
             lo, hi = max(own.start, at), min(own.stop, at + piece.numel())
             if lo < hi:
-                some = [each[lo - at : hi - at] for each in self._views(self._half, piece)]
+                some = [each[lo - at : hi - at] for each in self._make_views(self._half, piece)]
                 fold_tensors(some, out[lo - own.start : hi - own.start], "add")
             at += piece.numel()
         self._count(x.nbytes // self._mesh.size)
@@ -239,7 +241,7 @@ class IpcTransport:
         memory = self.device.zeros_to_share(x.numel(), x.dtype)
         memory.copy_(x)
         self.device.current().wait()
-        self._mesh.send(to, tag, _padded(self.device.offer(memory) if x.numel() else b""))
+        self._mesh.send(to, tag, _pad(self.device.offer(memory) if x.numel() else b""))
         if x.numel():
             unread.append((tag, memory))
             self._shared.bytes_shared += x.nbytes
@@ -263,14 +265,14 @@ class IpcTransport:
         """The half of the slots that was filled last."""
         return (self._turn - 1) & 1
 
-    def _pieces(self, x: Tensor) -> Sequence[Tensor]:
+    def _cut_pieces(self, x: Tensor) -> Sequence[Tensor]:
         return torch.split(x, self._prepare(x.nbytes) // x.element_size()) if x.numel() else []
 
     def _put(self, piece: Tensor | None, x: Tensor, kind: int) -> None:
         """Copy a part of `x` to this rank's slot, and wait until all ranks have done so."""
         self._turn += 1
         if piece is not None:
-            _like(self._slots[self._half][self._mesh.rank], piece).copy_(piece)
+            _view_like(self._slots[self._half][self._mesh.rank], piece).copy_(piece)
         self._meet(kind, x)
 
     def _meet(self, kind: int, x: Tensor, where: tuple[int, int] = (-1, 0), weight: float | None = None) -> Weights:
@@ -278,8 +280,8 @@ class IpcTransport:
         self.device.current().wait()
         return self._shared.meet(kind, x.nbytes, where, 1.0 if weight is None else weight)
 
-    def _views(self, half: int, piece: Tensor) -> list[Tensor]:
-        return [_like(each, piece) for each in self._slots[half]]
+    def _make_views(self, half: int, piece: Tensor) -> list[Tensor]:
+        return [_view_like(each, piece) for each in self._slots[half]]
 
     def _count(self, size: int) -> None:
         self._shared.bytes_shared += size * len(self._others)
@@ -318,10 +320,10 @@ def fold_tensors(parts: list[Tensor], out: Tensor, kind: Fold, weights: Weights 
         out.copy_(wide)
 
 
-def _like(memory: Tensor, piece: Tensor) -> Tensor:
+def _view_like(memory: Tensor, piece: Tensor) -> Tensor:
     """Return the start of some bytes with the size and the dtype of `piece`."""
     return memory[: piece.nbytes].view(piece.dtype)
 
 
-def _padded(offer: bytes) -> bytes:
+def _pad(offer: bytes) -> bytes:
     return offer.ljust(_OFFER_BYTES)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rayps.comm.ring import algorithms
-from rayps.comm.ring.algorithms import raw
+from rayps.comm.ring.algorithms import view_bytes
 from rayps.comm.ring.choose_algorithm import Autotuner
 from rayps.comm.ring.device.device_transport import Fold
 from rayps.comm.ring.mesh import Mesh
@@ -70,7 +70,7 @@ class StagingTransport:
 
     def broadcast(self, x: Tensor, root: int) -> None:
         """Copy the vector of rank `root` to all ranks."""
-        with self._staged(x, down=self._mesh.rank == root, up=self._mesh.rank != root) as host:
+        with self._stage(x, down=self._mesh.rank == root, up=self._mesh.rank != root) as host:
             if self._folder.shared_memory is not None:
                 self._folder.shared_memory.spread(host, root)
             else:
@@ -78,28 +78,28 @@ class StagingTransport:
 
     def all_gather(self, x: Tensor, out: Tensor) -> None:
         """Collect all ranks' vectors in `out`."""
-        with self._staged(x, up=False) as host, self._staged(out.view(-1), down=False) as all_hosts:
+        with self._stage(x, up=False) as host, self._stage(out.view(-1), down=False) as all_hosts:
             algorithms.all_gather(self._mesh, host, all_hosts.view(out.shape))
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         """Return this rank's slice of the sum."""
-        with self._staged(x, up=False) as host:
+        with self._stage(x, up=False) as host:
             wide = host.float() if x.dtype in _HALF else host
             mine = algorithms.reduce_scatter(self._mesh, wide, algorithms.add).to(x.dtype)
         return mine.to(self.device.place)
 
     def send(self, x: Tensor, to: int, tag: int) -> None:
         """Send a vector over the connection to rank `to`."""
-        with self._staged(x, up=False) as host:
-            self._mesh.send(to, tag, raw(host))
+        with self._stage(x, up=False) as host:
+            self._mesh.send(to, tag, view_bytes(host))
 
     def recv(self, x: Tensor, frm: int, tag: int) -> None:
         """Receive a vector over the connection to rank `frm`."""
-        with self._staged(x, down=False) as host:
-            self._mesh.recv(frm, tag, raw(host))
+        with self._stage(x, down=False) as host:
+            self._mesh.recv(frm, tag, view_bytes(host))
 
     @contextmanager
-    def _staged(self, x: Tensor, *, down: bool = True, up: bool = True) -> Iterator[Tensor]:
+    def _stage(self, x: Tensor, *, down: bool = True, up: bool = True) -> Iterator[Tensor]:
         """Yield pinned memory of the size of `x`: with its values if `down`, and copied to `x` at the end if `up`."""
         host, stream = self.device.pinned(x.numel(), x.dtype), self.device.current()
         if down:

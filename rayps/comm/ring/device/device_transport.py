@@ -43,7 +43,7 @@ class DeviceTransport(Protocol):
         """Collect all ranks' vectors of n elements in `out` [ranks, n]."""
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        """Return this rank's slice (`partition.slices`) of the sum over ranks. `x` does not change."""
+        """Return this rank's slice (`partition.cut_slices`) of the sum over ranks. `x` does not change."""
 
     def send(self, x: Tensor, to: int, tag: int) -> None:
         """Send a vector to rank `to`; `x` may change when the call has returned."""

@@ -31,11 +31,13 @@ def form_device_transport(
 
     Raises ConfigError if the transport that the user has asked for is not possible or fails.
     """
-    facts = [GpuFacts.unpacked(raw) for raw in _texts(mesh, _facts(mesh, folder, device, asked).packed())]
+    facts = [
+        GpuFacts.unpacked(raw) for raw in _exchange_texts(mesh, _collect_facts(mesh, folder, device, asked).packed())
+    ]
     name, why = choose_gpu_transport(facts, asked)
     if name != "staging":
         made, problem = _try(mesh, folder, device, name, host)
-        problems = [text.decode() for text in _texts(mesh, problem.encode())]
+        problems = [text.decode() for text in _exchange_texts(mesh, problem.encode())]
         failed = next((f"rank {rank}: {text}" for rank, text in enumerate(problems) if text), "")
         if not failed and made is not None:
             return made, {"transport": name, "why": why}
@@ -65,7 +67,7 @@ def _try(
     return made, problem[:300]
 
 
-def _facts(mesh: Mesh, folder: Autotuner, device: Device, asked: GpuTransport | None) -> GpuFacts:
+def _collect_facts(mesh: Mesh, folder: Autotuner, device: Device, asked: GpuTransport | None) -> GpuFacts:
     return GpuFacts(
         device=device.identity if device.kind == "cuda" or asked != "nccl" else f"cpu of rank {mesh.rank}",
         process=f"{socket.gethostname()}:{os.getpid()}",
@@ -75,7 +77,7 @@ def _facts(mesh: Mesh, folder: Autotuner, device: Device, asked: GpuTransport | 
     )
 
 
-def _texts(mesh: Mesh, mine: bytes) -> list[bytes]:
+def _exchange_texts(mesh: Mesh, mine: bytes) -> list[bytes]:
     """Exchange a text between all ranks; return the texts in the order of ranks."""
     mesh.begin()
     padded = mine[:_TEXT_BYTES].ljust(_TEXT_BYTES)
