@@ -4,6 +4,9 @@ A notice comes from Ray (a node that drains), from a process that received SIGTE
 from outside, such as a cloud's agent that heard of a preemption and called the service. `Cluster.notices` returns all
 of them. `Cluster.announce` adds one, which every process of the cluster then gets.
 
+The driver of a job reads them, not its workers: `rayps.runtime.size.job_size.JobSize.decide` lets the workers of the
+host leave in time.
+
 A deadline is stored as a time since the epoch, as Ray stores it: if the clocks of two hosts differ, so do the seconds
 that are left there.
 """

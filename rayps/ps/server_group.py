@@ -24,7 +24,7 @@ from rayps.cluster.local import ActorHandle, Cluster, surrounding
 from rayps.cluster.members import ActorHost
 from rayps.comm.link import connect
 from rayps.core.job.user_module import pack
-from rayps.core.strategy.server_updates import PlainServers, plain_servers
+from rayps.core.strategy.apply_pushes import PlainServers, plain_servers
 from rayps.core.strategy.topology import Servers, refuse_adaptive
 from rayps.ps import group as elastic
 from rayps.ps.client.client import GroupServer, compress

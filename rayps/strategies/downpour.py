@@ -38,8 +38,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from rayps.core.strategy import options
+from rayps.core.strategy.apply_pushes import PlainServers, apply_sum, summing_servers
 from rayps.core.strategy.replica import Replica
-from rayps.core.strategy.server_updates import PlainServers, apply_sum, summing_servers
 from rayps.core.strategy.strategy import RoundMemory, ServerHalf, ShardView, Vector, WorkerView
 from rayps.core.strategy.topology import Servers
 from rayps.strategies.base import Strategy

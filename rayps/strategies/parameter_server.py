@@ -54,8 +54,8 @@ from typing import ClassVar
 from rayps_client.values import Json
 
 from rayps.core.strategy import options
+from rayps.core.strategy.apply_pushes import PlainServers, apply_mean, apply_push, plain_servers
 from rayps.core.strategy.replica import Replica
-from rayps.core.strategy.server_updates import PlainServers, apply_mean, apply_push, plain_servers
 from rayps.core.strategy.strategy import ServerHalf, ShardView, Vector, WorkerView
 from rayps.core.strategy.topology import Servers
 from rayps.privacy.options import PrivacySpec, privacy_of

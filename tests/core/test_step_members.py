@@ -5,11 +5,11 @@ import random
 
 import pytest
 
+from rayps.core.rows.backup_portions import NOTHING, Portions
 from rayps.core.rows.dropped_steps import DroppedSteps
-from rayps.core.rows.portions import NOTHING, Portions
 from rayps.core.rows.step_members import StepMembers
 from rayps.ps.protocol.messages import ArrivalKind, pack_members, pack_numbers, unpack_members
-from rayps.ps.server.arrivals import Arrivals
+from rayps.ps.server.backup_rounds import Arrivals
 
 
 @pytest.mark.parametrize("needed", [1, 2, 3, 4])

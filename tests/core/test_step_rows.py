@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import rayps
+from rayps.core.rows.backup_portions import PortionsPlan
 from rayps.core.rows.leases import BlockRange, RowLease
-from rayps.core.rows.portions import PortionsPlan
 from rayps.core.rows.row_shares import RowShares, cut_evenly
 from rayps.core.rows.step_rows import ByLease, ByPortion, ByRank, EvenCut, Places, RowBlock, RowCut, ShareCut, StepRows
 

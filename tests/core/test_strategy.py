@@ -7,8 +7,8 @@ import torch
 import yaml
 from rayps_client.errors import ConfigError
 
+from rayps.core.strategy.apply_pushes import weighted_mean
 from rayps.core.strategy.replica import Pipeline, TensorParallel
-from rayps.core.strategy.server_updates import weighted_mean
 from rayps.core.strategy.strategy import Phase
 from rayps.core.strategy.text import write_strategy
 from rayps.strategies.all_reduce import AllReduce

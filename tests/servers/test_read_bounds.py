@@ -15,7 +15,7 @@ from torch.optim import SGD
 
 import rayps
 from rayps.cluster.local import LocalCluster
-from rayps.core.strategy.server_updates import PlainServers, plain_servers
+from rayps.core.strategy.apply_pushes import PlainServers, plain_servers
 from rayps.ps.client.session import Session
 from rayps.strategies.catalogue import parse
 

@@ -140,7 +140,7 @@ def test_by_http_alone_from_submit_to_result(serve: Serve, work: Path) -> None:
 DAMPED = """
 from dataclasses import dataclass
 import rayps
-from rayps.core.strategy.server_updates import apply_push
+from rayps.core.strategy.apply_pushes import apply_push
 from rayps.core.strategy.topology import SSP, Servers
 
 @dataclass(frozen=True)

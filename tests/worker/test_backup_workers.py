@@ -19,8 +19,8 @@ from torch import nn
 import rayps
 from rayps import AllReduce, ParameterServer
 from rayps.comm.ring.agree_members import MemberAgreement
+from rayps.core.rows.backup_portions import Portions
 from rayps.core.rows.phase_rounds import Boundary
-from rayps.core.rows.portions import Portions
 from rayps.core.rows.step_rows import RowBlock
 from rayps.core.strategy.topology import Peers
 from rayps.ps.client.round_arrivals import RoundArrivals

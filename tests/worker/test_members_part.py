@@ -8,7 +8,7 @@ from small_work import Small, distance, train
 
 import rayps
 from rayps.core.refusals.table import TABLE, rows_by_feature
-from rayps.core.rows.portions import Portions
+from rayps.core.rows.backup_portions import Portions
 from rayps.core.strategy.strategy_families import SERVER_STEPS, SHARDED_STATE, SYNC_GRADIENTS
 from rayps.worker.loops.loop_of_family import MEMBERS
 from rayps.worker.loops.server_steps import ServerWorker

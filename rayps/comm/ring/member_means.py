@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rayps.comm.ring.agree_members import MemberAgreement
 from rayps.comm.ring.ring import Ring
-from rayps.core.rows.portions import PortionsWalk
+from rayps.core.rows.backup_portions import PortionsWalk
 from rayps.core.rows.step_members import Members
 
 MOST_MISSED = 16  # means that a rank's main thread has not taken

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar, NamedTuple, Protocol, TypeAlias
 
+from rayps.core.rows.backup_portions import NOTHING, PortionsPlan, PortionsWalk
 from rayps.core.rows.leases import RowLease
-from rayps.core.rows.portions import NOTHING, PortionsPlan, PortionsWalk
 from rayps.core.rows.row_shares import RowShares, deal_places
 
 Places: TypeAlias = Sequence[int]  # places in the order of an epoch
@@ -122,7 +122,7 @@ class ByLease:
 
 
 class ByPortion:
-    """Worker `rank` takes the portion that it has before the next step of `walk`: see `rayps.core.rows.portions`."""
+    """Worker `rank` takes the portion that it has before the next step of `walk`: see `rayps.core.rows.backup_portions`."""
 
     seeds: ClassVar[bool] = False
     repeats: ClassVar[bool] = True

@@ -20,7 +20,7 @@ import torch
 from rayps_client.errors import ConfigError, RaypsError
 from rayps_client.values import Json
 
-from rayps.core.strategy.server_updates import PlainServers
+from rayps.core.strategy.apply_pushes import PlainServers
 from rayps.core.strategy.staleness_bound import MovedBound
 from rayps.core.strategy.strategy import ServerHalf
 from rayps.core.strategy.topology import Servers, servers_of

@@ -24,7 +24,7 @@ from torch.optim import Adagrad
 from rayps.core.failpoint import passing
 from rayps.core.job.repeated_pushes import WINDOW, Ledger
 from rayps.core.rows.phase_rounds import Boundary
-from rayps.core.strategy.server_updates import weighted_mean
+from rayps.core.strategy.apply_pushes import weighted_mean
 from rayps.core.strategy.staleness_bound import Clock, MovedBound
 from rayps.core.strategy.strategy import ServerHalf
 from rayps.core.strategy.topology import Servers, servers_of
@@ -531,7 +531,7 @@ class Shard:
     def _spare_others(self, step: int) -> None:
         """If all members of a round have pushed, count the round as pushed by the other ranks too.
 
-        Only members push: see `rayps.ps.server.arrivals`.
+        Only members push: see `rayps.ps.server.backup_rounds`.
         """
         assert self._open is not None, "workers in step have open rounds"
         if self._open.count(step) == self.size - self._backup:

@@ -33,8 +33,8 @@ from rayps.ps.protocol.messages import (
     unpack,
 )
 from rayps.ps.protocol.space import ServedSegment
-from rayps.ps.server.arrivals import Arrivals
 from rayps.ps.server.assignments import AssignedSegment, AssignedSpace
+from rayps.ps.server.backup_rounds import Arrivals
 from rayps.ps.server.connection import NOT_JOINED, PeerRequest, ServerPeer, explain_fenced
 from rayps.ps.server.consistent_readers import ConsistentReaders
 from rayps.ps.server.dense_segment import DenseSegment

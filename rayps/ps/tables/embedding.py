@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from rayps.core.job.user_code import pause_clock, user_code
-from rayps.core.strategy.server_updates import PlainServers, update_of
+from rayps.core.strategy.apply_pushes import PlainServers, update_of
 from rayps.core.strategy.topology import Servers
 from rayps.data.base import Batch
 from rayps.ps.protocol.space import Space, SparseTable

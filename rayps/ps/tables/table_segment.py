@@ -19,7 +19,7 @@ from rayps_client.values import Buffer
 from torch import Tensor
 
 from rayps.core.job.repeated_pushes import WINDOW, Ledger
-from rayps.core.strategy.server_updates import weighted_mean
+from rayps.core.strategy.apply_pushes import weighted_mean
 from rayps.core.strategy.staleness_bound import Clock, MovedBound
 from rayps.core.strategy.strategy import ServerHalf
 from rayps.core.strategy.topology import Servers, servers_of

@@ -14,7 +14,7 @@ from rayps_client.errors import PeerTimeout
 from torch import Tensor
 
 from rayps.cluster.local import rendezvous, until
-from rayps.core.strategy.server_updates import PlainServers
+from rayps.core.strategy.apply_pushes import PlainServers
 from rayps.core.strategy.strategy import StrategyView
 from rayps.core.strategy.strategy_families import LOCAL_UPDATES, ReplaceOne
 from rayps.core.strategy.topology import servers_of

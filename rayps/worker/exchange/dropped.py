@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from rayps_client.values import JsonObject
 
+from rayps.core.rows.backup_portions import Portions
 from rayps.core.rows.dropped_steps import DroppedSteps, LateWorkers
-from rayps.core.rows.portions import Portions
 from rayps.core.rows.step_members import Members
 from rayps.worker.core import RoundLog
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from rayps.core.job.user_code import START_SECONDS, user_code
 from rayps.core.rooms import load
+from rayps.core.rows.backup_portions import PortionsPlan
 from rayps.core.rows.phase_rounds import OPEN
-from rayps.core.rows.portions import PortionsPlan
 from rayps.core.rows.row_shares import RowShares
 from rayps.core.rows.step_rows import ByPortion, ByRank, EvenCut
 from rayps.core.strategy.strategy_families import Rows, ends_together
