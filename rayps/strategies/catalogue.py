@@ -2,8 +2,9 @@
 
 A user's own strategy is named like a workload, "module:Class" or "path/file.py:Class", followed by its options:
 "easgd:EASGD:rho=0.1". To parse such a name, the user's file must run, so `parse` accepts one only together with the
-folder of the file. `own_names` finds such names without running a file. A new strategy of rayps is a file of this folder
-and a row of `CATALOGUE`, and `rayps/__init__.py` exports its class.
+folder of the file. `own_names` finds such names without running a file.
+
+A new strategy of rayps is a file of this folder and a row of `CATALOGUE`, and `rayps/__init__.py` exports its class.
 
 The module does not import torch, so that the job service can check strategies without torch.
 """

@@ -122,7 +122,7 @@ class ByLease:
 
 
 class ByPortion:
-    """Worker `rank` takes the portion that it has before the next step of `walk`: see `rayps.core.rows.backup_portions`."""
+    """Worker `rank` takes the portion that it has before the next step of `walk`: see `backup_portions`."""
 
     seeds: ClassVar[bool] = False
     repeats: ClassVar[bool] = True
