@@ -6,8 +6,8 @@ import random
 from typing import Any
 
 from rayps.core.strategy.traffic import Crossing, Sizes
-from rayps.core.strategy.costs import costs
-from rayps.core.pipeline.schedule import Action, table
+from rayps.core.strategy.costs import estimate_costs
+from rayps.core.pipeline.schedule import Action, make_table
 from rayps.core.pipeline.simulate import Timeline, simulate
 from rayps.strategies.catalogue import parse
 
@@ -16,7 +16,7 @@ def facts(spec: dict[str, Any], workers: int) -> tuple[dict[str, Any], dict[str,
     """What the events "schedule" and "costs" of a job with this strategy say."""
     strategy = parse(spec)[0].strategy
     pipeline: Any = strategy.replica
-    rows = table(pipeline.schedule, pipeline.stages, pipeline.micro_batches, pipeline.chunks)
+    rows = make_table(pipeline.schedule, pipeline.stages, pipeline.micro_batches, pipeline.chunks)
     chance = random.Random(11)
 
     def seconds(action: Action) -> float:
@@ -25,7 +25,7 @@ def facts(spec: dict[str, Any], workers: int) -> tuple[dict[str, Any], dict[str,
 
     went = simulate(rows, seconds, transfer=0.0002)
     cuts = tuple(Crossing(c, c + 1, 4096.0, 4096.0) for c in range(pipeline.stages * pipeline.chunks - 1))
-    formula = costs(strategy, workers, Sizes(3_200_000, batch=64, crossings=cuts)).to_dict()
+    formula = estimate_costs(strategy, workers, Sizes(3_200_000, batch=64, crossings=cuts)).to_dict()
     stage = next(each for each in formula["traffic"] if each["axis"] == "stage")
     measured = {
         "rounds": 900, "bytes": formula["bytes"] * 1.0008, "stage_bytes": stage["bytes"], "messages": stage["messages"],
