@@ -20,6 +20,7 @@ from pathlib import Path
 
 from rayps_client.errors import ClusterError
 
+from rayps.cluster.local import until
 from rayps_chaos import lines
 from rayps_chaos.faults import KINDS, NEWBORN, SLOW_BYTES, THROTTLED_SHARE, FaultOn, FaultRole
 from rayps_chaos.plan import PlannedFault
@@ -27,6 +28,7 @@ from rayps_chaos.targets import ChaosProcess
 
 _THROTTLE_SECONDS = 0.05  # seconds of one turn of a throttled process
 _REPEAT_SECONDS = 0.1  # seconds between two looks for new connections
+_DEATH_SECONDS = 10.0  # for which a killed process is awaited
 _BURN = "while True: pass"
 
 
@@ -77,6 +79,7 @@ def injected(
     match planned.fault.kind:
         case "kill" | "newborn":
             _signal(target, signal.SIGKILL)
+            until(lambda: not target.alive, _DEATH_SECONDS)  # else the service would be found alive, and not restarted
             yield f"SIGKILL to process {target.pid}"
         case "stop":
             with _stopped(target):

@@ -61,8 +61,10 @@ class ChaosService:
 
     def start(self) -> None:
         """Start the service if it is not alive, and wait until it answers."""
-        if self._process is not None and self._process.poll() is None:
-            return
+        if self._process is not None:
+            if processes.start_time(self._process.pid) is not None:
+                return
+            self._process.wait(_END_SECONDS)  # its first thread has ended, and the others end too
         (self.state / "service.json").unlink(missing_ok=True)
         command = [sys.executable, "-m", "rayps_chaos.shifted_service", str(self._clock)]
         command += ["serve", "--state-dir", str(self.state), "--port", str(self._port)]

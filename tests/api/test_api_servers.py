@@ -202,8 +202,9 @@ def test_a_group_that_a_job_uses_is_not_stopped_without_force(
             "/branch",
             f"no such job and no such space; the spaces of server group 'shared' are {job}",
         ),
-        ({"strategy": "all_reduce"}, "/server_group", "all_reduce stores nothing on servers"),
-        ({"strategy": "hybrid"}, "/branch", "hybrid stores no parameters on servers"),
+        ({"strategy": "all_reduce", "branch": None}, "/server_group", "all_reduce stores nothing on servers"),
+        ({"strategy": "all_reduce"}, "/branch", "all_reduce has no parameters on servers"),
+        ({"strategy": "hybrid"}, "/branch", "hybrid has no parameters on servers"),
     ]:
         refused = site.http.post("/api/v1/jobs", json=body | wrong)
         assert refused.status_code == 422 and refused.json()["errors"][0]["pointer"] == pointer, refused.text

@@ -7,11 +7,12 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
-from rayps_chaos import lines, shifted_service
+from rayps_chaos import inject, lines, shifted_service
 from rayps_chaos.campaign import ChaosSite, carry_out
 from rayps_chaos.faults import FaultOn, FaultRole
 from rayps_chaos.inject import ChaosMeans, injected
@@ -81,6 +82,15 @@ def test_a_killed_process_is_dead_and_is_not_hit_again():
         assert victim.wait(60) == -signal.SIGKILL
         with pytest.raises(ClusterError, match="has ended"), injected(planned("kill"), one, [], ChaosMeans()):
             pass
+
+
+def test_a_fault_that_kills_is_over_when_the_process_is_dead(monkeypatch):
+    """Else the service would be found alive after the fault, and would not be started again."""
+    with process("-c", "import sys; sys.stdin.read()") as there:
+        late = threading.Timer(0.3, there.kill)
+        monkeypatch.setattr(inject, "_signal", lambda *_: late.start())
+        with injected(planned("kill"), found := target(there.pid), [], ChaosMeans()):
+            assert not found.alive
 
 
 def test_a_process_with_the_same_id_but_another_start_is_not_hit():
