@@ -52,6 +52,7 @@ class RoundTrace:
         if not self.started:
             return
         plan = TracedRounds.of(rounds)
+        self._rounds, self._before = 0, plan.wait + plan.warmup  # rounds that are over, and those that are not traced
         activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a run of one round cannot warm up
@@ -66,20 +67,22 @@ class RoundTrace:
     def round_over(self) -> None:
         """Count a round. After the last traced round, the trace is delivered and the profiler ends."""
         if self._open:
+            self._rounds += 1
             self._profile.step()
 
     def close(self) -> None:
-        """End the profiler. If the run ended early, the rounds so far are delivered."""
+        """End the profiler. If the run ended early, the traced rounds so far are delivered, if there are any."""
         if not self._open:
             return
         self._profile.stop()
         self._end()
 
     def _deliver_trace(self, found: profile) -> None:
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "trace.json"
-            found.export_chrome_trace(str(path))
-            self._deliver(gzip.compress(path.read_bytes(), 1))
+        if self._rounds > self._before:
+            with tempfile.TemporaryDirectory() as folder:
+                path = Path(folder) / "trace.json"
+                found.export_chrome_trace(str(path))
+                self._deliver(gzip.compress(path.read_bytes(), 1))
         self._end()
 
     def _end(self) -> None:

@@ -251,8 +251,9 @@ def test_steps_of_several_optimizers_count_together(tmp_path):
 
 def test_of_a_short_loop_the_number_of_steps_decides(tmp_path):
     assert traced_run(wrapping(2, known=2), tmp_path / "known") == ([], [1])
-    [warning], steps = traced_run(wrapping(2), tmp_path / "unknown")
-    assert steps is None and "too few steps" in warning and "rayps.wrap(model, optimizer, steps=...)" in warning
+    for few in (2, 3):
+        [warning], steps = traced_run(wrapping(few), tmp_path / f"unknown-{few}")
+        assert steps is None and "too few steps" in warning and "rayps.wrap(model, optimizer, steps=...)" in warning
     assert traced_run(wrapping(4), tmp_path / "four")[1][0] == 3, "from the fourth step on"
 
 
