@@ -727,6 +727,14 @@ def test_a_worker_that_fails_before_its_first_round_gives_its_own_reason(monkeyp
         run(train_fn)
 
 
+def test_a_workload_in_place_of_a_function_is_told_where_it_belongs():
+    class Work(rayps.Workload):
+        data = loss = model = None
+
+    with pytest.raises(ConfigError, match=r"train_fn is an object of Work, .*for a workload, call rayps\.train"):
+        rayps.run(Work(), workers=2)
+
+
 @pytest.mark.parametrize("samples", [-1, float("nan"), float("inf"), "8", None, True])
 def test_samples_that_are_no_weight_are_refused(samples):
     def train_fn():

@@ -89,6 +89,12 @@ def run(
 
         rayps.run(train_fn, workers=2)  # [0, 1]
     """
+    if not isinstance(train_fn, str) and not callable(train_fn):
+        raise ConfigError(
+            f"train_fn is an object of {type(train_fn).__name__}, which cannot be called: give a function, or its path "
+            "as 'module:function'; for a workload, call rayps.train",
+            field="train_fn",
+        )
     if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
         raise ConfigError(f"workers is {workers!r}: give a whole number of at least 1", field="workers")
     function: Callable[..., _Result] = load(train_fn, str(Path.cwd())) if isinstance(train_fn, str) else train_fn
