@@ -21,6 +21,7 @@ from rayps_client.workload_name import misnamed
 from rayps.core.failpoint import passing
 from rayps.core.job.job_status import Status
 from rayps.core.job.warm_start import StartFrom
+from rayps.core.refusals.table import refuse
 from rayps.core.time.goodput import FILE as TIME_FILE
 from rayps.core.time.goodput import read_job_time
 from rayps.core.time.time_report import report_of
@@ -331,12 +332,9 @@ def _refuse_without_servers(spec: JobSpec, phases: list[PhaseFacts]) -> None:
             "parameter_server, downpour or hybrid",
             field="server_group",
         )
+    # the specification has asked the table already, unless the strategy is of a user's own
     if spec.branch is not None and not phases[0].servers:
-        raise ConfigError(
-            f"branch is {spec.branch!r}, and {phases[0].name} stores no parameters on servers: start "
-            "with parameter_server, or omit branch",
-            field="branch",
-        )
+        refuse({"branch": spec.branch, "no servers": True, "strategy": phases[0].name})
 
 
 async def _check_branch(spec: JobSpec, running: Service) -> None:
